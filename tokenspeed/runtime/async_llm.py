@@ -1,0 +1,342 @@
+"""The one path from a prompt to its output: `Engine`, the HTTP server and the chat command all stand on AsyncLLM.
+
+A request is checked completely before anything of it reaches the engine core, so a bad one costs the core nothing;
+an accepted one ends with exactly one terminal delta a choice, whatever happens to the core, the client or the
+server. All methods run on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import EngineError, QueueFullError, RequestError, UnavailableError
+from tokenspeed.runtime.messages import (
+    Abort,
+    Control,
+    Deltas,
+    Died,
+    Finish,
+    FinishReason,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    TokenDelta,
+)
+from tokenspeed.runtime.request_stream import Choice, RequestStream
+from tokenspeed.runtime.sampling_params import SEED_MASK, SamplingParams
+from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
+from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
+
+if TYPE_CHECKING:
+    from tokenspeed.runtime.chat_template import ChatTemplate
+    from tokenspeed.runtime.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    """One choice that the core is working on."""
+
+    stream: RequestStream
+    choice: Choice
+    prompt_tokens: int
+    submitted: float  # time.monotonic(), seconds
+    last_token: float = 0.0  # same clock; 0: none yet
+
+
+def make_client(config: EngineConfig, target: CoreEntry | None = None) -> CoreClient:
+    """The client that `config.core` asks for; `target` replaces the engine core's entry (tests)."""
+    target = target or _engine_core()
+    if config.core == "inproc":
+        return InprocClient(config, target)
+    from tokenspeed.runtime.transport_process import ProcessClient
+
+    return ProcessClient(config, target)
+
+
+def _engine_core() -> CoreEntry:
+    from tokenspeed.runtime.core import run_core
+
+    return run_core
+
+
+class AsyncLLM:
+    """A model that answers requests. Use: `await start()`, then `submit` at will, at last `await close()`."""
+
+    def __init__(
+        self, config: EngineConfig, *, target: CoreEntry | None = None, metrics: Metrics | None = None
+    ) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.stats = Stats()
+        self.died: asyncio.Event = asyncio.Event()
+        self.death_reason = ""
+        self._target = target
+        self._metrics = metrics
+        self._client: CoreClient | None = None
+        self._ready: Ready | None = None
+        self._pump_task: asyncio.Task[None] | None = None
+        self._live: dict[int, _Live] = {}
+        self._waiting_tokens = 0  # prompt tokens of choices without a first token
+        self._ids = itertools.count(1)
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._room = asyncio.Event()
+        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._capacity = 0
+        if config.max_queued_requests:
+            running = config.max_num_seqs * config.mesh_axes.get("dp", 1)
+            self._capacity = running + config.max_queued_requests
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Load the tokenizer, start the core, wait until it is ready. Raises StartupError, OptionError or OSError."""
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        if self.tokenizer is not None:
+            from tokenspeed.runtime.chat_template import load_template
+
+            self.template = load_template(self.config, self.tokenizer)
+        self._client = make_client(self.config, self._target)
+        try:
+            self._ready = await self._client.start()
+        except BaseException:
+            await self._client.close()
+            raise
+        self._pump_task = asyncio.create_task(self._pump(self._client), name="tokenspeed-pump")
+        return self._ready
+
+    async def close(self) -> None:
+        """Abort what runs, shut the core down. Idempotent."""
+        self.abort_all()
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+        if self._client is not None:
+            await self._client.close()
+        self._ready = None
+        self._fail_calls("the engine is closed")
+
+    @property
+    def ready(self) -> Ready:
+        """What the core said when it came up. Raises UnavailableError before that, and after its end."""
+        if self.died.is_set():
+            raise UnavailableError(f"the engine core is gone: {self.death_reason}")
+        if self._ready is None:
+            raise UnavailableError("the engine is not started, or closed")
+        return self._ready
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that prompt and output of one request may have: the model's limit, or the KV cache's if less."""
+        return min(self.ready.max_model_len, self.ready.kv_tokens)
+
+    @property
+    def in_flight(self) -> int:
+        """Choices that the core is working on or has queued."""
+        return len(self._live)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str = "",
+        wait: bool = False,
+    ) -> RequestStream:
+        """Accept a request: text or token ids in, a stream of deltas out.
+
+        Raises RequestError for what is wrong with it, UnavailableError when the core is not up, QueueFullError when
+        too much is queued, unless `wait` asks to wait for room.
+        """
+        params = params or SamplingParams()
+        ready = self.ready
+        ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        self._check_prompt(ids, params)
+        eos = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+        core_params = params.resolve(len(ids), self.max_len, eos, ready.vocab_size)
+        while not self._has_room(params.n, len(ids)):
+            if not wait:
+                raise QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
+            self._room.clear()
+            await self._room.wait()
+        client = self._connected()  # it may have died while this waited
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        choices = [Choice(index, params, self.tokenizer) for index in range(params.n)]
+        stream = RequestStream(ids, choices, self._close_stream)
+        for choice in choices:
+            if core_params.max_tokens == 0:
+                stream.put(choice.end("length"))
+                continue
+            request_id = next(self._ids)
+            stream.request_ids.append(request_id)
+            self._live[request_id] = _Live(stream, choice, len(ids), time.monotonic())
+            self._waiting_tokens += len(ids)
+            choice_params = dataclasses.replace(core_params, seed=(seed + choice.index) & SEED_MASK)
+            client.send(Submit(request_id, ids, choice_params, priority, cache_salt))
+        if self._metrics is not None:
+            self._metrics.accepted(len(ids), core_params.max_tokens)
+        return stream
+
+    async def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids (int list); a long text is tokenized in a thread. Raises RequestError."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.config.model} has no tokenizer: send token ids, or start with --tokenizer", param="prompt"
+            )
+        try:
+            if len(prompt) < THREAD_CHARS:
+                return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        except UnicodeError:
+            raise RequestError("the prompt is not valid Unicode (it holds a lone surrogate)", param="prompt") from None
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """The prompt text of a conversation (see ChatTemplate.render). Raises RequestError."""
+        if self.template is None:
+            raise RequestError(
+                f"{self.config.model} has no chat template: use /v1/completions, or start with --chat-template",
+                param="messages",
+            )
+        return self.template.render(messages, **variables)
+
+    async def control(self, name: str, **args: Any) -> dict[str, Any]:
+        """A call into the core (stats, flush_cache). Raises EngineError with the core's reason."""
+        client = self._connected()
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        client.send(Control(call_id, name, args))
+        return await future
+
+    def abort_all(self, reason: FinishReason = "abort", error: str | None = None) -> None:
+        """End every request in flight, each with its terminal delta."""
+        for request_id in list(self._live):
+            self._end(request_id, reason, error)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _connected(self) -> CoreClient:
+        """The client of a core that is up; UnavailableError else."""
+        if self.ready and self._client is not None:
+            return self._client
+        raise UnavailableError("the engine is closed")
+
+    def _check_prompt(self, ids: list[int], params: SamplingParams) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty: send at least one token", param="prompt")
+        vocab = self.ready.vocab_size
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab:
+                raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt")
+        if self.tokenizer is None and params.stops:
+            raise RequestError("stop needs the text, but this model has no tokenizer: use stop_token_ids", param="stop")
+
+    def _has_room(self, choices: int, prompt_tokens: int) -> bool:
+        """An idle engine takes any request, so none is refused for ever."""
+        if self._live and self._capacity and len(self._live) + choices > self._capacity:
+            return False
+        bound = self.config.max_queued_tokens
+        return not (self._waiting_tokens and bound and self._waiting_tokens + choices * prompt_tokens > bound)
+
+    async def _pump(self, client: CoreClient) -> None:
+        """Deliver what the core says until it says that it died."""
+        while True:
+            message = await client.recv()
+            if isinstance(message, Deltas):
+                now = time.monotonic()
+                for delta in message.deltas:
+                    self._deliver(delta, now)
+                if self._metrics is not None:
+                    self._metrics.step(self.stats, message.stats)
+                self.stats = message.stats
+            elif isinstance(message, Reply):
+                self._reply(message)
+            elif isinstance(message, Died):
+                self._on_death(message.reason)
+                return
+
+    def _deliver(self, delta: TokenDelta, now: float) -> None:
+        live = self._live.get(delta.request_id)
+        if live is None:
+            return  # the front has ended it already
+        stream, choice = live.stream, live.choice
+        if not live.last_token and not choice.index:
+            stream.cached_tokens = delta.cached_tokens
+        self._observe(live, len(delta.token_ids), now)
+        out = choice.accept(delta)
+        if choice.finished:
+            if delta.finish_reason is None:  # a stop string, which the core knows nothing of
+                assert self._client is not None
+                self._client.send(Finish(delta.request_id))
+            self._retire(delta.request_id, out.finish_reason if out else None)
+        if out is not None:
+            stream.put(out)
+
+    def _observe(self, live: _Live, tokens: int, now: float) -> None:
+        first = not live.last_token
+        if first:
+            self._waiting_tokens -= live.prompt_tokens
+        if self._metrics is not None and tokens:
+            self._metrics.tokens(tokens, now - (live.submitted if first else live.last_token), first=first)
+        live.last_token = now
+
+    def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+        """The front ends a request: terminal delta to its stream, abort to the core."""
+        live = self._live[request_id]
+        self._retire(request_id, reason)
+        if self._client is not None and not self.died.is_set():
+            self._client.send(Abort(request_id))
+        live.stream.put(live.choice.end(reason, error))
+
+    def _retire(self, request_id: int, reason: FinishReason | None) -> None:
+        live = self._live.pop(request_id)
+        if not live.last_token:
+            self._waiting_tokens -= live.prompt_tokens
+        self._room.set()
+        if self._metrics is not None:
+            self._metrics.finished(reason or "abort", live.choice.num_tokens, time.monotonic() - live.submitted)
+
+    def _close_stream(self, stream: RequestStream) -> None:
+        for request_id in stream.request_ids:
+            if request_id in self._live:
+                self._end(request_id, "abort")
+
+    def _reply(self, message: Reply) -> None:
+        future = self._calls.pop(message.call_id, None)
+        if future is None or future.done():
+            return
+        if message.error is not None:
+            future.set_exception(EngineError(message.error))
+        else:
+            future.set_result(message.result)
+
+    def _on_death(self, reason: str) -> None:
+        log.error("the engine core died: %s", reason)
+        self.death_reason = reason
+        self.died.set()
+        self.abort_all("error", f"the engine core died: {reason}")
+        self._fail_calls(f"the engine core died: {reason}")
+
+    def _fail_calls(self, reason: str) -> None:
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(UnavailableError(reason))

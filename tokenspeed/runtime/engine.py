@@ -1,0 +1,259 @@
+"""`Engine`: a model in this program, synchronous or asynchronous, on the same AsyncLLM as the server.
+
+AsyncLLM lives on an event loop in a background thread that the engine owns; every call crosses over once. An engine
+is a context manager: leaving it ends the core, and requests that still run end as aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+from tokenspeed.runtime import options
+from tokenspeed.runtime.async_llm import AsyncLLM
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import GenerationError, RequestError, UnavailableError
+from tokenspeed.runtime.messages import Ready
+from tokenspeed.runtime.outputs import OutputDelta, RequestOutput
+from tokenspeed.runtime.sampling_params import SamplingParams
+from tokenspeed.runtime.transport import CoreEntry
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """`with Engine(model="smollm2") as engine: engine.generate(prompt="Hello")`.
+
+    Options are those of docs/options.md, as keywords. Raises OptionError for a wrong one and StartupError when the
+    model does not come up. Methods may be called from any thread, and the async ones from any event loop.
+    """
+
+    def __init__(self, model: str, *, target: CoreEntry | None = None, **engine_options: Any) -> None:
+        self.config = options.load(EngineConfig, {"model": model, **engine_options})
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tokenspeed-engine", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._llm: AsyncLLM = self._run(self._start(target))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    async def _start(self, target: CoreEntry | None) -> AsyncLLM:
+        llm = AsyncLLM(self.config, target=target)
+        await llm.start()
+        return llm
+
+    # ---- generation ------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        stream: Literal[False] = False,
+    ) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        stream: Literal[False] = False,
+    ) -> list[RequestOutput]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        stream: Literal[True],
+    ) -> Iterator[OutputDelta]: ...
+    def generate(
+        self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None, stream: bool = False
+    ) -> Any:
+        """Generate for one prompt, or for each of a list of them (then a list of results, in order).
+
+        Give `prompt` (text) or `input_ids` (token ids); `sampling_params` one for all or one for each. With `stream`
+        one prompt gives an iterator of OutputDelta; closing the iterator aborts the request. Raises RequestError (a
+        ValueError) for a wrong request, GenerationError when the core fails on one.
+        """
+        prompts, single = _prompts(prompt, input_ids)
+        if stream:
+            if not single:
+                raise RequestError("stream takes one prompt: call generate once for each", param="stream")
+            return self._stream(prompts[0], _params_for(sampling_params, 1)[0])
+        outputs = self._run(self._generate_all(prompts, _params_for(sampling_params, len(prompts))))
+        return outputs[0] if single else outputs
+
+    async def async_generate(self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None) -> Any:
+        """As `generate` without stream, on the caller's event loop. Cancelling it aborts the requests."""
+        prompts, single = _prompts(prompt, input_ids)
+        params = _params_for(sampling_params, len(prompts))
+        outputs = await asyncio.wrap_future(self._submit(self._generate_all(prompts, params)))
+        return outputs[0] if single else outputs
+
+    async def async_stream(
+        self,
+        prompt: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+    ) -> AsyncIterator[OutputDelta]:
+        """The deltas of one request, on the caller's event loop; closing the iterator aborts the request."""
+        prompts, single = _prompts(prompt, input_ids)
+        if not single:
+            raise RequestError("async_stream takes one prompt: call it once for each", param="prompt")
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[OutputDelta | BaseException | None] = asyncio.Queue()
+
+        def put(item: OutputDelta | BaseException | None) -> None:
+            loop.call_soon_threadsafe(deltas.put_nowait, item)
+
+        future = self._submit(self._feed(prompts[0], _params_for(sampling_params, 1)[0], put))
+        try:
+            while (item := await deltas.get()) is not None:
+                yield _checked(item)
+        finally:
+            future.cancel()
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        **template_variables: Any,
+    ) -> Any:
+        """As `generate` for a conversation [{"role": ..., "content": ...}], rendered by the model's chat template."""
+        ids = self._run(self._chat_ids(messages, template_variables))
+        return self.generate(input_ids=ids, sampling_params=sampling_params, stream=stream)  # pyright: ignore
+
+    async def _chat_ids(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+        return await self._llm.encode(self._llm.render_chat(messages, **variables), add_special_tokens=False)
+
+    async def _generate_all(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[RequestOutput]:
+        """A batch may be larger than the queue: each request waits for room."""
+
+        async def one(prompt: Prompt, choice: SamplingParams) -> RequestOutput:
+            stream = await self._llm.submit(prompt, choice, wait=True)
+            return await stream.collect()
+
+        tasks = [asyncio.create_task(one(prompt, choice)) for prompt, choice in zip(prompts, params)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # where one failed, the others end too
+
+    async def _feed(self, prompt: Prompt, params: SamplingParams, put: Any) -> None:
+        """Pass a request's deltas, or what went wrong, and at last None to `put`."""
+        try:
+            stream = await self._llm.submit(prompt, params, wait=True)
+            try:
+                async for delta in stream:
+                    put(delta)
+            finally:
+                stream.close()
+            put(None)
+        except Exception as fault:
+            put(fault)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[OutputDelta]:
+        deltas: queue.SimpleQueue[OutputDelta | BaseException | None] = queue.SimpleQueue()
+        future = self._submit(self._feed(prompt, params, deltas.put))
+        try:
+            while (item := deltas.get()) is not None:
+                yield _checked(item)
+        finally:
+            future.cancel()
+
+    # ---- the rest --------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's Tokenizer, None where it has none."""
+        return self._llm.tokenizer
+
+    @property
+    def ready(self) -> Ready:
+        """What the core said when it came up: limits, KV capacity, the start-up summary."""
+        return self._llm.ready
+
+    def control(self, name: str, **args: Any) -> dict[str, Any]:
+        """A call into the engine core: stats, flush_cache."""
+        return self._run(self._llm.control(name, **args))
+
+    def close(self) -> None:
+        """End the core and the background thread. Idempotent."""
+        if self._closed:
+            return
+        self._run(self._llm.close())
+        self._stop_loop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._closed:
+            work.close()
+            raise UnavailableError("the engine is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # a Ctrl-C here ends the request there
+            raise
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _prompts(prompt: Any, input_ids: Any) -> tuple[list[Prompt], bool]:
+    """(all prompts, whether one was given and not a list)."""
+    if (prompt is None) == (input_ids is None):
+        raise RequestError("give either prompt (text) or input_ids (token ids)", param="prompt")
+    given = prompt if input_ids is None else input_ids
+    if isinstance(given, str):
+        return [given], True
+    items = list(given)
+    if input_ids is not None and not (items and isinstance(items[0], Sequence) and not isinstance(items[0], str)):
+        return [[int(token) for token in items]], True
+    if input_ids is None and not all(isinstance(item, str) for item in items):
+        raise RequestError("prompt must be a string or a list of strings; token ids go into input_ids", param="prompt")
+    return [item if isinstance(item, str) else [int(token) for token in item] for item in items], False
+
+
+def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} sampling_params for {count} prompts: give one, or one for each")
+    return list(given)
+
+
+def _checked(item: OutputDelta | BaseException) -> OutputDelta:
+    if isinstance(item, BaseException):
+        raise item
+    if item.finish_reason == "error":
+        raise GenerationError(item.error or "the engine core failed on this request")
+    return item

@@ -1,0 +1,119 @@
+"""Prometheus metrics of one server: vLLM's base names under the prefix `tokenspeed:`, so its dashboards carry over.
+
+What a client feels is counted where it is seen, in the front; what the core counts arrives as totals with each step
+and is shown as it came last. Times are differences of one process's monotonic clock, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tokenspeed.runtime.messages import Stats
+
+PREFIX = "tokenspeed:"
+_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+
+class _CoreTotals(Collector):
+    """The engine core's own numbers, read from its last snapshot at scrape time."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stats = Stats()
+        self._labels = (["model_name"], [model_name])
+
+    def collect(self) -> Iterable[Metric]:
+        stats, (names, values) = self.stats, self._labels
+        used = stats.kv_pages_total - stats.kv_pages_free - stats.kv_pages_cached
+        gauges = (
+            ("num_requests_running", "Requests in the running batch", stats.running),
+            ("num_requests_waiting", "Requests that wait to be scheduled", stats.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of KV pages that requests hold; 1 is all",
+                used / (stats.kv_pages_total or 1),
+            ),
+        )
+        counters = (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+            ("num_preemptions", "Requests retracted to be computed again", stats.retractions),
+            ("engine_steps", "Steps of the engine", stats.steps),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, text, value in counters:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=names)
+            counter.add_metric(values, value)
+            yield counter
+
+
+class Metrics:
+    """The registry of one AsyncLLM and what it observes."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._totals = _CoreTotals(model_name)
+        self.registry.register(self._totals)
+        self._model = model_name
+
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._success = Counter(
+            PREFIX + "request_success",
+            "Requests ended, by how",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._request_max = self._histogram("request_max_num_generation_tokens", "Tokens it may generate", _TOKENS)
+        self._request_generation = self._histogram("request_generation_tokens", "Tokens it generated", _TOKENS)
+        self._first_token = self._histogram("time_to_first_token_seconds", "Submission to first token", _LATENCY)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens", _LATENCY)
+        self._request = self._histogram("e2e_request_latency_seconds", "Submission to end", _LATENCY)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of an engine step", _STEP)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return metric.labels(self._model)
+
+    def accepted(self, prompt_tokens: int, max_tokens: int) -> None:
+        """A request was handed to the core."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_max.observe(max_tokens)
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """`count` tokens of one choice, `seconds` after its submission (`first`) or its tokens before."""
+        self._generation_tokens.inc(count)
+        if first:
+            self._first_token.observe(seconds)
+            return
+        for _ in range(count):
+            self._inter_token.observe(seconds / count)
+
+    def finished(self, reason: str, tokens: int, seconds: float) -> None:
+        """A choice has ended, `seconds` after its submission."""
+        self._success.labels(self._model, reason).inc()
+        self._request_generation.observe(tokens)
+        self._request.observe(seconds)
+
+    def step(self, before: Stats, now: Stats) -> None:
+        """The core's snapshot after a step."""
+        if now.steps > before.steps:
+            self._step_tokens.observe((now.step_tokens - before.step_tokens) / (now.steps - before.steps))
+        self._totals.stats = now
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

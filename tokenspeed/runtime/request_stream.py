@@ -1,0 +1,152 @@
+"""One request as its consumer sees it: an async iterator of deltas over all of its choices.
+
+Each choice is one request of the engine core and yields exactly one delta with a `finish_reason`, however it ends:
+stop id, stop string, length, abort, an error of the core. After that nothing of it is yielded and nothing that the
+core still says about it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from tokenspeed.runtime.detokenizer import Detokenizer
+from tokenspeed.runtime.errors import GenerationError
+from tokenspeed.runtime.messages import FinishReason, TokenDelta, TokenLogprob
+from tokenspeed.runtime.outputs import Completion, OutputDelta, RequestOutput, Usage
+from tokenspeed.runtime.sampling_params import SamplingParams
+from tokenspeed.runtime.tokenizer import Tokenizer
+
+
+class Choice:
+    """Turns the core's deltas of one choice into output deltas."""
+
+    __slots__ = ("_detokenizer", "_held", "_include_stop", "_logprobs", "_tokenizer", "finished", "index", "num_tokens")
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.finished = False
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._include_stop = params.include_stop_str_in_output
+        self._logprobs = params.logprobs is not None
+        self._held: deque[tuple[int, str, TokenLogprob | None]] = deque()  # tokens whose text is held back
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer.token_bytes,
+                tokenizer.special_ids if params.skip_special_tokens else frozenset(),
+                params.stops,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+    def accept(self, delta: TokenDelta) -> OutputDelta | None:
+        """The output of a core delta; None while everything is held back. A stop string sets its finish reason."""
+        out = OutputDelta(self.index, finish_reason=delta.finish_reason, error=delta.error)
+        last = len(delta.token_ids) - 1
+        for at, token in enumerate(delta.token_ids):
+            silent = at == last and delta.stop_token_id is not None and not self._include_stop
+            piece = self._detokenizer.push(token, silent=silent) if self._detokenizer else ""
+            self._held.append((token, piece, delta.logprobs[at] if delta.logprobs else None))
+            self.num_tokens += 1
+            if self._detokenizer and self._detokenizer.stopped_by is not None:
+                out.finish_reason, out.stop_reason, out.error = "stop", self._detokenizer.stopped_by, None
+                break
+        if out.stop_reason is None and delta.stop_token_id is not None:
+            is_eos = self._tokenizer is not None and delta.stop_token_id in self._tokenizer.eos_ids
+            out.stop_reason = None if is_eos else delta.stop_token_id
+        return self._emit(out)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+        """The last delta of a choice that the front ends itself."""
+        out = self._emit(OutputDelta(self.index, finish_reason=reason, error=error))
+        assert out is not None
+        return out
+
+    def _emit(self, out: OutputDelta) -> OutputDelta | None:
+        self.finished = out.finish_reason is not None
+        count = len(self._held)
+        if self._detokenizer:
+            out.text, count = self._detokenizer.finish() if self.finished else self._detokenizer.take()
+        if not (count or out.text or self.finished):
+            return None
+        if self._logprobs:
+            out.logprobs = []
+        for _ in range(count):
+            token, piece, logprob = self._held.popleft()
+            out.token_ids.append(token)
+            out.pieces.append(piece)
+            if out.logprobs is not None and logprob is not None:
+                out.logprobs.append(logprob)
+        return out
+
+
+class RequestStream:
+    """Iterate it for deltas, or `collect` it for the result; `close` it in any case (an unfinished one is aborted)."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        choices: list[Choice],
+        on_close: Callable[[RequestStream], None],
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.choices = choices
+        self.request_ids: list[int] = []  # of the choices that went to the core
+        self.cached_tokens = 0
+        self._on_close = on_close
+        self._deltas: deque[OutputDelta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._open = len(choices)  # choices whose last delta is not yet yielded
+        self._closed = False
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far; final once the iteration has ended."""
+        return Usage(len(self.prompt_ids), sum(choice.num_tokens for choice in self.choices), self.cached_tokens)
+
+    def put(self, delta: OutputDelta) -> None:
+        """The engine's side: one more delta."""
+        if self._closed:
+            return
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while not self._deltas:
+            if self._open == 0 or self._closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta = self._deltas.popleft()
+        if delta.finish_reason is not None:
+            self._open -= 1
+        return delta
+
+    def close(self) -> None:
+        """Abort what is not finished and forget the rest. Idempotent; safe from the iterating task's `finally`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._deltas.clear()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._on_close(self)
+
+    async def collect(self) -> RequestOutput:
+        """All choices, finished. Raises GenerationError where the core failed on one; closes the stream."""
+        completions = [Completion(choice.index) for choice in self.choices]
+        try:
+            async for delta in self:
+                if delta.finish_reason == "error":
+                    raise GenerationError(delta.error or "the engine core failed on this request")
+                completions[delta.index].add(delta)
+        finally:
+            self.close()
+        return RequestOutput(self.prompt_ids, completions, self.usage)
