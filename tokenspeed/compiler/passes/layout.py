@@ -1,0 +1,163 @@
+"""Pass 2b: a plan meets the extents of a model. Splits mesh axes for sub-axes, pads heads, vocabularies and FFN widths.
+
+Invariant after: every dim that a weight shards divides by the ranks of its axes; a factor `x@a:k` stands on whole
+physical axes whose product is min(k, ranks of a). Padding is with zero weights, so values inside it are exact zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed.compiler.passes.trace import Flat
+from tokenspeed.ir.errors import PlanError
+from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.spec import Factor, SpecDim
+from tokenspeed.models.nn.params import Linear, PagedAttention, Weight
+
+#: dims whose extents the runtime fixes: token and request rows, KV slots, table width, packed words, request slots
+RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "p", "r", "top", "pos_table", "rope_dim"})
+
+
+@dataclass
+class Layout:
+    """Physical plan, and logical and physical extents of the static dims. `group` is n per kv head, before and after."""
+
+    plan: Plan
+    logical: dict[str, int]
+    sizes: dict[str, int]
+    groups: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # n -> (kv, group, padded group)
+
+    def axes(self, f: Factor) -> Axes:
+        """Physical axes of a factor; a sub-axis takes the outermost ones up to its product."""
+        axes = tuple(p for a in f.axes for p in self.plan.axes(a))
+        if not f.sub:
+            return axes
+        limit = min(self.extent(f.sub), self.plan.mesh.size(axes))
+        out: list[str] = []
+        for a in axes:
+            if self.plan.mesh.size(out) * self.plan.mesh.size(a) > limit:
+                break
+            out.append(a)
+        if self.plan.mesh.size(out) != limit:
+            raise PlanError("P033", f"{f} ends inside an axis of {self.plan.describe()}: {limit} is no product of outer axes")
+        return tuple(out)
+
+    def extent(self, sub: str) -> int:
+        return int(sub) if sub.isdigit() else self.sizes[sub]
+
+    def runs(self, dim: str) -> list[tuple[int, int, int]]:
+        """How the logical entries of `dim` lie in the padded extent: (logical start, padded start, length)."""
+        if dim in self.groups:
+            kv, g, padded = self.groups[dim]
+            if padded != g:
+                return [(i * g, i * padded, g) for i in range(self.logical[kv])]
+        return [(0, 0, self.logical[dim])]
+
+
+def make_layout(flat: Flat, plan: Plan) -> Layout:
+    """Lays `flat` out on `plan`. PlanError P032 (does not divide), P033 (ends inside a factor), P034 (unknown axis or dim)."""
+    layout = Layout(plan, dict(flat.dims), dict(flat.dims))
+    _check_names(flat, plan)
+    for path, decl in flat.decls.items():
+        if isinstance(decl, PagedAttention):
+            _heads(layout, path, decl)
+    for path, decl in flat.decls.items():
+        if isinstance(decl, Weight) and decl.pad:
+            _pad_weight(layout, decl)
+    for path, decl in flat.decls.items():
+        for dim in _sharded_dims(decl):
+            _divide(layout, path, decl, dim.factors[0])
+    return layout
+
+
+def _check_names(flat: Flat, plan: Plan) -> None:
+    used = {a for leaf in flat.leaves for s in (*leaf.in_specs, *leaf.out_specs) for a in s.logical_axes()}
+    for path, decl in flat.decls.items():
+        for d in _dims(decl):
+            used.update(d.factors[0].axes)
+            name = d.factors[0].name
+            if name not in flat.dims and name not in RUNTIME_DIMS:
+                raise PlanError("P034", f"{path}: dim {name!r} has no extent; the model's `dims` names {sorted(flat.dims)}")
+    for a in sorted(used):
+        plan.axes(a)
+    wanted = {p for a in used for p in plan.axes(a)}
+    idle = [a for a in plan.mesh.names if a not in wanted]
+    if idle:
+        raise PlanError("P034", f"mesh axis {idle[0]!r} is used by no module of this model; its axes are {sorted(used)}")
+
+
+def _dims(decl: Any) -> list[SpecDim]:
+    if isinstance(decl, Linear):
+        return [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
+    if isinstance(decl, PagedAttention):
+        return [decl.n, decl.kv, decl.d]
+    return list(decl.spec.dims) if hasattr(decl, "spec") else []
+
+
+def _sharded_dims(decl: Any) -> list[SpecDim]:
+    return [d for d in _dims(decl) if d.factors[0].axes]
+
+
+def _heads(layout: Layout, path: str, decl: PagedAttention) -> None:
+    """Splits the axes of the KV heads or pads heads, so that each rank holds whole KV heads and their query heads."""
+    n_f, kv_f = decl.n.factors[0], decl.kv.factors[0]
+    n, kv = n_f.name, kv_f.name
+    heads, kvs = layout.logical[n], layout.logical[kv]
+    if heads % kvs:
+        raise PlanError("P032", f"{path}: {n}={heads} query heads are not a multiple of {kv}={kvs} KV heads")
+    ranks = layout.plan.mesh.size(tuple(p for a in n_f.axes for p in layout.plan.axes(a)))
+    group = heads // kvs
+    padded_kv = kvs
+    if kv_f.sub:
+        while padded_kv % ranks and ranks % padded_kv:
+            padded_kv += 1
+        inner = max(ranks // padded_kv, 1)
+        padded_group = math.ceil(group / inner) * inner
+        _split(layout, kv_f, min(padded_kv, ranks))
+    else:
+        padded_group = group
+        if kvs % ranks or heads % ranks:
+            fits = [r for r in range(1, heads + 1) if heads % r == 0 and kvs % r == 0]
+            raise PlanError("P032", f"{path}: {n}={heads}, {kv}={kvs} do not divide over {ranks} ranks (write {kv}@AXIS:{kv}, or use {fits})")
+    layout.sizes[kv] = padded_kv
+    layout.sizes[n] = padded_kv * padded_group
+    layout.groups[n] = (kv, group, padded_group)
+
+
+def _split(layout: Layout, kv: Factor, outer: int) -> None:
+    """Splits physical axes of the KV heads' axis so that a product of outer ones is exactly `outer`."""
+    for a in [p for name in kv.axes for p in layout.plan.axes(name)]:
+        size = layout.plan.mesh.size(a)
+        if outer >= size:
+            if outer % size:
+                raise PlanError("P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}")
+            outer //= size
+        elif outer > 1:
+            if size % outer:
+                raise PlanError("P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}")
+            layout.plan = layout.plan.split(a, (outer, size // outer))
+            return
+        else:
+            return
+
+
+def _pad_weight(layout: Layout, decl: Weight) -> None:
+    assert decl.pad
+    name, multiple = decl.pad
+    f = next(d for d in decl.spec.dims if d.name == name).factors[0]
+    unit = math.lcm(multiple, layout.plan.mesh.size(layout.axes(f)))
+    layout.sizes[name] = max(layout.sizes[name], math.ceil(layout.logical[name] / unit) * unit)
+
+
+def _divide(layout: Layout, path: str, decl: Any, f: Factor) -> None:
+    ranks = layout.plan.mesh.size(layout.axes(f))
+    extent = layout.sizes[f.name]
+    if extent % ranks == 0:
+        return
+    if isinstance(decl, Linear) and f.name not in layout.groups:
+        layout.sizes[f.name] = math.ceil(extent / ranks) * ranks  # zero rows and columns: exact
+        return
+    fits = [r for r in range(1, ranks + 1) if extent % r == 0]
+    raise PlanError("P032", f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)} (pad it, or use one of {fits})")

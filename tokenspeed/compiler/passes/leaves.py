@@ -1,0 +1,278 @@
+"""Pass 3: check leaf bodies. Once on logical axes, without a plan; then, per plan, each candidate placement is typed.
+
+Invariant after: a leaf that passed is right on every plan whose axes inside it are disjoint and divide. Nothing is
+inserted in a body, but where the author wrote `place`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.compiler.passes.layout import Layout
+from tokenspeed.compiler.passes.trace import LeafDef
+from tokenspeed.ir.errors import Origin, PlacementError, PlanError, RuleError
+from tokenspeed.ir.graph import Leaf, Node, Param, param_type
+from tokenspeed.ir.mesh import Axes
+from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.spec import Factor, Spec, SpecDim, parse_spec
+from tokenspeed.ir.types import Dim, Type, bind_spec
+from tokenspeed.models.nn.params import STREAM, Linear, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+
+Stars = Mapping[str, Axes]  # axes of each starred row dim
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How axis names become axes: `axes` of a factor, `expand` of a bare name (pending, stars), `order` of a set."""
+
+    axes: Callable[[Factor], Axes]
+    expand: Callable[[str], Axes]
+    order: Callable[[Axes], Axes]
+    home: Axes
+    dtype: str  # of the activation stream
+    cache_dtype: str
+    formats: Callable[[str], str]  # storage format of a weight, by name
+
+    def spec(self, spec: Spec, dtype: str, stars: Stars | None = None) -> Type:
+        return bind_spec(spec, dtype, self.axes, self.order, stars, self.expand)
+
+
+def param_types(name: str, decl: Any, b: Binding) -> dict[str, Param]:
+    """Types of the parameters one declaration stands for, by name."""
+
+    def dims(ds: Iterable[SpecDim]) -> tuple[Dim, ...]:
+        return tuple(Dim(f.name, b.axes(f)) for d in ds for f in d.factors)
+
+    if isinstance(decl, Linear):
+        fmt = b.formats(name)
+        out = {name: Param(name, "weight", tuple(Type(fmt, dims((*s.out, *s.inp))) for s in decl.segments))}
+        if decl.bias:
+            out[f"{name}.bias"] = Param(f"{name}.bias", "weight", tuple(b.spec(s, b.dtype) for s in decl.bias))
+        return out
+    if isinstance(decl, Weight):
+        return {name: Param(name, "weight", (b.spec(decl.spec, b.formats(name)),))}
+    if isinstance(decl, RMSNorm):
+        return {name: Param(name, "weight", (b.spec(decl.spec, b.dtype),))}
+    if isinstance(decl, Rope):
+        return {name: Param(name, "table", (Type("f32", (Dim("pos_table"), Dim("rope_dim"))),))}
+    if isinstance(decl, PagedAttention):
+        slots = Dim("slots", b.order(b.home))
+        cache = Type(b.cache_dtype, (slots, *dims((decl.kv, decl.d))))
+        return {name: Param(name, "cache", (cache, cache))}
+    if isinstance(decl, SamplingState):
+        rows, words = Dim("r", b.order(b.home)), Dim("v")
+        return {name: Param(name, "state", tuple(Type(t, (rows, words)) for t in ("i32", "u8", "f32")))}
+    raise PlanError("P034", f"{name}: {type(decl).__name__} is not a declaration the compiler knows")
+
+
+def leaf_params(leaf: LeafDef, b: Binding) -> dict[str, Param]:
+    out: dict[str, Param] = {}
+    for name, decl in leaf.decls.items():
+        out.update(param_types(name, decl, b))
+    return out
+
+
+# ---- typing one body -------------------------------------------------------------------------------------------------
+
+
+def resolve_dtypes(attrs: dict[str, Any], stream: str) -> dict[str, Any]:
+    return attrs | {"dtype": stream} if attrs.get("dtype") == STREAM else attrs
+
+
+def type_body(
+    leaf: LeafDef, b: Binding, params: dict[str, Param], ins: list[Type], stars: Stars,
+    repair: Callable[[str, Type, Type, Origin], tuple[list[Node], dict[str, Type], str]] | None = None,
+) -> Leaf:  # fmt: skip
+    """Types every value of the body. `repair` inserts what a `place` takes (None: logical check, the claim is believed)."""
+    types = dict(zip(leaf.in_names, ins))
+    rename: dict[str, str] = {}
+    nodes: list[Node] = []
+    for node in leaf.nodes:
+        inputs = tuple(rename.get(i, i) for i in node.inputs)
+        if node.op == "place":
+            source = types[inputs[0]]
+            target = b.spec(parse_spec(node.attrs["spec"]), source.dtype, stars)
+            if target.names != source.names:
+                raise _diagnose(leaf, node, [source], RuleError("P004", f"place names the dims {list(target.names)}, the value has {list(source.names)}"))
+            if repair is None or source == target:
+                rename[node.outputs[0]] = inputs[0]
+                types[inputs[0]] = target if repair is None else source
+                continue
+            extra, made, last = repair(inputs[0], source, target, node.origin)
+            nodes.extend(extra)
+            types.update(made)
+            rename[node.outputs[0]] = last
+            continue
+        attrs = resolve_dtypes(node.attrs, b.dtype)
+        args = [param_type(params, i) if i.startswith("@") else types[i] for i in inputs]
+        try:
+            outs = OPS[node.op].infer(args, attrs, b.order, b.home)
+        except RuleError as e:
+            raise _diagnose(leaf, node, args, e) from None
+        types.update(zip(node.outputs, outs))
+        nodes.append(Node(node.op, inputs, node.outputs, attrs, node.origin))
+    outputs = [rename.get(o, o) for o in leaf.out_names]
+    for name, spec in zip(outputs, leaf.out_specs):
+        declared, derived = b.spec(spec, types[name].dtype, stars), types[name]
+        if declared != derived:
+            raise PlacementError(
+                "P020",
+                f"{leaf.origin}  {leaf.kind}.forward: declared output and derived output differ\n"
+                f"  declared : {declared}      from \"{spec}\"\n  derived  : {derived}      {_source(leaf, name)}\n"
+                f"  {_difference(declared, derived)}\n  fix 1: declare \"{_as_spec(derived)}\"",
+            )
+    return Leaf(leaf.kind, list(leaf.in_names), outputs, nodes, types, params)
+
+
+def _source(leaf: LeafDef, name: str) -> str:
+    node = next((n for n in leaf.nodes if name in n.outputs), None)
+    return f"from {node.op}, {node.origin}" if node else "an argument"
+
+
+def _difference(declared: Type, derived: Type) -> str:
+    if declared.names != derived.names:
+        return f"the dims differ: {list(declared.names)} and {list(derived.names)}"
+    axes = dict.fromkeys((*declared.axes(), *derived.axes()))
+    parts = [f"over {a} the value is {_word(derived, a)}, declared {_word(declared, a)}" for a in axes if declared.state(a) != derived.state(a)]
+    return "; ".join(parts) or "the kinds of the pending reduction or the index targets differ"
+
+
+def _word(t: Type, axis: str) -> str:
+    state = t.state(axis)
+    return {"R": "whole", "P": f"a pending {t.kind}"}.get(state, f"sharded on {state}")
+
+
+def _as_spec(t: Type) -> str:
+    text = t.text()
+    return text[text.index("[") + 1 :].replace(", ", " ").replace("]", "", 1)
+
+
+def _diagnose(leaf: LeafDef, node: Node, args: list[Type], e: RuleError) -> PlacementError:
+    """Code, the user's line, each operand with what made it, the reason, a counter-example, fixes."""
+    lines = [f"{node.origin}  in {leaf.kind}.forward: {node.op}"]
+    for name, t in zip(node.inputs, args):
+        lines.append(f"  {name if name.startswith('@') else 'value ' + name:<10}: {t}      {'a parameter' if name.startswith('@') else _source(leaf, name)}")
+    lines.append(f"  {e.reason}")
+    if e.example:
+        lines.append(f"  e.g. {e.example}")
+    lines += [f"  fix {i}: {f}" for i, f in enumerate(e.fixes or _fixes(e, args), 1)]
+    return PlacementError(e.code, "\n".join(lines))
+
+
+def _fixes(e: RuleError, args: list[Type]) -> tuple[str, ...]:
+    pending = next((t for t in args if t.pending), None)
+    if pending is not None:
+        whole = _as_spec(Type(pending.dtype, pending.dims))
+        return (f"reduce the pending operand first: place(x, \"{whole}\") (one all-reduce over {','.join(pending.pending)})",
+                "return the pending value and do this in the calling composite, where the compiler repairs it")  # fmt: skip
+    return ("place both operands alike in the signature, or with place(x, spec)",)
+
+
+# ---- the logical check -----------------------------------------------------------------------------------------------
+
+
+def check_leaf(leaf: LeafDef, dtype: str = "bf16") -> None:
+    """Checks a body once, on logical axes: each starred dim whole, on each axis it may use, on a fresh axis."""
+    subs = _sub_axes(leaf)
+
+    def expand(name: str) -> Axes:
+        return (f"{name}/{subs[name]}", f"{name}%{subs[name]}") if name in subs else (name,)
+
+    def axes(f: Factor) -> Axes:
+        out = tuple(p for a in f.axes for p in expand(a))
+        if not f.sub:
+            return out
+        return tuple(p for a in f.axes for p in (expand(a)[:1] if a in subs else (a,)))
+
+    def order(a: Axes) -> Axes:
+        return tuple(sorted(set(a)))
+
+    b = Binding(axes, expand, order, ("dp",), dtype, dtype, lambda _: dtype)
+    params = leaf_params(leaf, b)
+    for stars in logical_stars(leaf, expand):
+        type_body(leaf, b, params, [b.spec(s, dtype, stars) for s in leaf.in_specs], stars)
+
+
+def _sub_axes(leaf: LeafDef) -> dict[str, str]:
+    """Axes that some factor of this leaf uses only in part, with the name of the part's extent."""
+    subs: dict[str, str] = {}
+    dims = [d for s in (*leaf.in_specs, *leaf.out_specs) for d in s.dims]
+    for decl in leaf.decls.values():
+        if isinstance(decl, Linear):
+            dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
+        elif isinstance(decl, PagedAttention):
+            dims += [decl.n, decl.kv]
+    for f in (f for d in dims for f in d.factors):
+        for a in f.axes if f.sub else ():
+            if subs.setdefault(a, f.sub) != f.sub:
+                raise PlacementError("P033", f"{leaf.origin}: axis {a!r} is split two ways in {leaf.kind}: by {subs[a]} and by {f.sub}")
+    return subs
+
+
+def starred(leaf: LeafDef) -> list[str]:
+    dims = [d for s in (*leaf.in_specs, *leaf.out_specs) for d in s.dims if d.starred]
+    return list(dict.fromkeys(d.name for d in dims))
+
+
+def excluded(leaf: LeafDef, row: str, expand: Callable[[str], Axes]) -> set[str]:
+    """Axes a starred row dim may not use: those of another dim, or of an unconditional pending, of this signature."""
+    out: set[str] = set()
+    for s in (*leaf.in_specs, *leaf.out_specs):
+        for d in s.dims:
+            for f in d.factors:
+                if f.name != row:
+                    out.update(p for a in f.axes for p in expand(a))
+        for p in s.pending:
+            if not p.maybe:
+                out.update(q for a in p.axes for q in expand(a))
+    return out
+
+
+def logical_stars(leaf: LeafDef, expand: Callable[[str], Axes]) -> list[Stars]:
+    rows = starred(leaf)
+    used = {p for s in (*leaf.in_specs, *leaf.out_specs) for a in s.logical_axes() for p in expand(a)}
+    options: list[list[Axes]] = []
+    for row in rows:
+        usable = sorted(used - excluded(leaf, row, expand))
+        options.append([(), *((a,) for a in usable), ("fresh",)])
+    cases = [dict(zip(rows, pick)) for pick in itertools.product(*options)] if rows else [{}]
+    return [c for c in cases if len({a for axes in c.values() for a in axes}) == sum(len(a) for a in c.values())]
+
+
+# ---- candidates on a plan --------------------------------------------------------------------------------------------
+
+
+def physical_stars(leaf: LeafDef, layout: Layout, rows: Mapping[str, Axes]) -> list[Stars]:
+    """Every choice of the starred dims on this plan: subsets of the row factors minus what the signature uses otherwise."""
+    names = starred(leaf)
+    options: list[list[Axes]] = []
+    for row in names:
+        banned = excluded(leaf, row, layout.plan.axes)
+        usable = [a for a in rows[row] if a not in banned]
+        subsets = [tuple(c) for k in range(len(usable) + 1) for c in itertools.combinations(usable, k)]
+        options.append([layout.plan.mesh.ordered(s) for s in subsets])
+    return [dict(zip(names, pick)) for pick in itertools.product(*options)]
+
+
+def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
+    """P031 where two logical axes of one signature or weight share a physical axis."""
+    specs = [*leaf.in_specs, *leaf.out_specs]
+    groups: list[tuple[str, list[tuple[str, Axes]]]] = []
+    for s in specs:
+        uses = [(f"{f}", layout.axes(f)) for d in s.dims for f in d.factors if f.axes]
+        uses += [(str(p), tuple(q for a in p.axes for q in layout.plan.axes(a))) for p in s.pending if not p.maybe]
+        groups.append((str(s), uses))
+    for name, decl in leaf.decls.items():
+        if isinstance(decl, Linear):
+            for seg in decl.segments:
+                groups.append((f"{name} \"{decl.text}\"", [(f"{f}", layout.axes(f)) for d in (*seg.out, *seg.inp) for f in d.factors if f.axes]))
+    for where, uses in groups:
+        for (a, xs), (c, ys) in itertools.combinations(uses, 2):
+            shared = sorted(set(xs) & set(ys))
+            if shared:
+                raise PlanError("P031", f"{leaf.kind}: {a} and {c} share mesh axis {shared[0]!r} in {where} under {layout.plan.describe()}")
+
+

@@ -1,0 +1,186 @@
+"""Pass 4: the finite choices of every node. A row gives the types a node wants, the types it makes, and its cost.
+
+Invariant: a leaf has one row a candidate of its starred dims, a glue op one a legal combination of states (found by
+asking the op's own rule, one axis at a time, and taking the product), a cross one a type its signature admits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.compiler.passes.costs import CostModel
+from tokenspeed.compiler.passes.layout import Layout
+from tokenspeed.compiler.passes.leaves import Binding, leaf_params, param_types, physical_stars, type_body
+from tokenspeed.compiler.passes.trace import Flat, FlatNode, LeafDef
+from tokenspeed.ir.errors import PlanError, RuleError
+from tokenspeed.ir.graph import Param, param_type
+from tokenspeed.ir.mesh import Axes
+from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.spec import Spec
+from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type
+
+
+@dataclass(frozen=True)
+class Row:
+    ins: tuple[Type, ...]
+    outs: tuple[Type, ...]
+    cost: float  # us
+    stars: tuple[tuple[str, Axes], ...] = ()
+
+
+class Choices:
+    """Rows of every node of one flat program on one layout; shared by all buckets but for row factors and row counts."""
+
+    def __init__(self, flat: Flat, layout: Layout, binding: Binding, costs: CostModel) -> None:
+        self.flat, self.layout, self.b, self.costs = flat, layout, binding, costs
+        self.mesh = layout.plan.mesh
+        self.ports = {name: binding.spec(spec, dtype) for name, (spec, dtype) in flat.ports.items()}
+        self.params = self._params()
+        self.leaf_outs: dict[int, tuple[Type, ...]] = {}
+        self.leaf_param: dict[int, dict[str, Param]] = {id(leaf): leaf_params(leaf, binding) for leaf in flat.leaves}
+        self.base = self._shapes()
+        self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, dict[str, Axes]]] = {}
+        self.glue_memo: dict[Any, list[Row]] = {}
+
+    def _params(self) -> dict[str, Param]:
+        out: dict[str, Param] = {}
+        for n in self.flat.nodes:
+            for ref in n.inputs if n.leaf is None else ():
+                name = ref[1:].split(":")[0]
+                if ref.startswith("@") and name not in out:
+                    out.update(param_types(name, self.flat.decls[name], self.b))
+        return out
+
+    # ---- shapes: dtype and dims of every value, before placement ----
+
+    def _shapes(self) -> dict[str, Type]:
+        none = Binding(lambda f: (), lambda a: (), lambda a: (), (), self.b.dtype, self.b.cache_dtype, self.b.formats)
+        base = {name: none.spec(spec, dtype) for name, (spec, dtype) in self.flat.ports.items()}
+        params = {k: v for n, d in self.flat.decls.items() for k, v in param_types(n, d, none).items()}
+        known: dict[tuple[int, tuple[Type, ...]], list[Type]] = {}
+        for n in self.flat.nodes:
+            args = [param_type(params, i) if i.startswith("@") else base[i] for i in n.inputs]
+            if n.leaf is not None:
+                key = (id(n.leaf), tuple(args))
+                if key not in known:
+                    body = type_body(n.leaf, none, leaf_params(n.leaf, none), args, {})
+                    known[key] = [body.types[o] for o in body.outputs]
+                outs = known[key]
+            else:
+                try:
+                    outs = OPS[n.op].infer(args, n.attrs, none.order)
+                except RuleError as e:
+                    raise PlanError(e.code, f"{n.origin}: {e.reason}") from None
+            base.update(zip(n.outputs, outs))
+        return base
+
+    # ---- rows ----
+
+    def rows(self, n: FlatNode, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[Row]:
+        """All rows of one node; `factors` are the row factors and `count` the global rows of t and s in this bucket."""
+        if n.leaf is not None:
+            key = ("leaf", id(n.leaf), tuple(sorted(factors.items())), tuple(sorted(count.items())))
+            if key not in self.glue_memo:
+                self.glue_memo[key] = self._leaf_rows(n, n.leaf, factors, count)
+            return self.glue_memo[key]
+        ins = [self.base[i] for i in n.inputs if not i.startswith("@")]
+        weights = [param_type(self.params, i) for i in n.inputs if i.startswith("@")]
+        indexed = tuple(self.ports[i].index if i in self.ports else None for i in n.inputs if not i.startswith("@"))
+        attrs = tuple(sorted(n.attrs.items()))
+        key = (n.op, tuple(ins), indexed, tuple(weights), attrs, n.spec, tuple(sorted(factors.items())), tuple(sorted(count.items())))
+        if key not in self.glue_memo:
+            rows = self._glue_rows(n, ins, weights, factors, count)
+            self.glue_memo[key] = [r for r in rows if n.spec is None or self._admits(n.spec, r.outs[0])]
+        return self.glue_memo[key]
+
+    def _leaf_rows(self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[Row]:
+        out: list[Row] = []
+        for stars in physical_stars(leaf, self.layout, factors):
+            ins = tuple(self.b.spec(s, self.base[i].dtype, stars) for s, i in zip(leaf.in_specs, n.inputs))
+            outs = tuple(self.b.spec(s, self.base[o].dtype, stars) for s, o in zip(leaf.out_specs, n.outputs))
+            out.append(Row(ins, outs, self._leaf_price(leaf, ins, stars, count), tuple(sorted(stars.items()))))
+        if not out:
+            raise PlanError("P030", f"{leaf.kind}: no placement of {leaf.in_specs} is possible on {self.layout.plan.describe()}")
+        return out
+
+    def _leaf_price(self, leaf: LeafDef, ins: tuple[Type, ...], stars: Mapping[str, Axes], count: Mapping[str, int]) -> float:
+        key = (id(leaf), tuple(sorted(stars.items())))
+        if key not in self.leaf_cost:
+            body = type_body(leaf, self.b, self.leaf_param[id(leaf)], list(ins), stars)
+            moved, madds = 0.0, 0.0
+            row_axes: dict[str, Axes] = {}
+            for node in body.nodes:
+                args = [body.types[i] for i in node.inputs if not i.startswith("@")]
+                outs = [body.types[o] for o in node.outputs]
+                for t in (*args, *outs):
+                    row_axes.update({d.name: d.axes for d in t.dims if d.name in ROW_DIMS})
+                m, f = OPS[node.op].row_cost([self._local(t) for t in args], [self._local(t) for t in outs])
+                moved, madds = moved + m, madds + f
+            self.leaf_cost[key] = (moved, madds, len(body.nodes), row_axes)
+        moved, madds, ops, row_axes = self.leaf_cost[key]
+        rows = max((count[d] // self.mesh.size(a) for d, a in row_axes.items()), default=1)
+        return self.costs.compute(moved * DTYPE_BYTES[self.b.dtype] * rows, madds * rows, ops)
+
+    def _local(self, t: Type) -> tuple[int, ...]:
+        sizes = self.layout.sizes
+        return tuple(1 if d.name in ROW_DIMS else sizes.get(d.name, 16) // self.mesh.size(d.axes) for d in t.dims)
+
+    def _glue_rows(
+        self, n: FlatNode, ins: list[Type], weights: list[Type], factors: Mapping[str, Axes], count: Mapping[str, int]
+    ) -> list[Row]:
+        ports = [self.ports.get(i) for i in n.inputs if not i.startswith("@")]
+        per_axis: list[list[tuple[tuple[str, ...], tuple[str, ...]]]] = []
+        for a in self.mesh.names:
+            options = [self._states(t, a, factors) for t in ins]
+            legal: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+            for states in itertools.product(*options):
+                args = [self._one_axis(t, a, s, p) for t, s, p in zip(ins, states, ports)]
+                try:
+                    outs = OPS[n.op].infer([*args, *weights], n.attrs, self.mesh.ordered)
+                except RuleError:
+                    continue
+                legal.append((states, tuple(o.state(a) for o in outs)))
+            per_axis.append(legal)
+        rows: list[Row] = []
+        for combo in itertools.product(*per_axis):
+            full = [self._with_index(t, p) for t, p in zip(ins, ports)]
+            for a, (states, _) in zip(self.mesh.names, combo):
+                full = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(full, states)]
+            outs = [self.base[o] for o in n.outputs]
+            for a, (_, states) in zip(self.mesh.names, combo):
+                outs = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(outs, states)]
+            local = 0.0
+            for t in (*full, *outs):
+                elements = 1
+                for d in t.dims:
+                    elements *= count.get(d.name) or self.layout.sizes.get(d.name, 16)
+                    elements //= self.mesh.size(d.axes)
+                local += elements * DTYPE_BYTES[t.dtype]
+            cost = 0.0 if OPS[n.op].alias else self.costs.compute(local, 0.0, 1)
+            rows.append(Row(tuple(full), tuple(outs), cost))
+        return rows
+
+    def _states(self, t: Type, axis: str, factors: Mapping[str, Axes]) -> list[str]:
+        states = ["R", *(d for d in t.names if d in ROW_DIMS and axis in factors[d])]
+        return states if t.dtype in ("i32", "i64", "u8") else [*states, "P"]
+
+    def _one_axis(self, t: Type, axis: str, state: str, port: Type | None) -> Type:
+        home = port.index if port is not None and port.index and axis in port.index.axes else None
+        with_index = Type(t.dtype, t.dims, index=Dim(t.index.name, (axis,) if home else ()) if t.index else None)
+        return with_index.with_state(axis, state, self.mesh.ordered)
+
+    def _with_index(self, t: Type, port: Type | None) -> Type:
+        return Type(t.dtype, t.dims, index=port.index) if port is not None and port.index else t
+
+    def _admits(self, spec: Spec, t: Type) -> bool:
+        """Whether a composite's signature admits this type: stars free, `+x?` may, `+?` any."""
+        may = {p for pend in spec.pending if pend.maybe for a in pend.axes for p in self.layout.plan.axes(a)}
+        must = {p for pend in spec.pending if not pend.maybe for a in pend.axes for p in self.layout.plan.axes(a)}
+        for d, have in zip(spec.dims, t.dims):
+            if not d.starred and tuple(self.b.order(self.layout.axes(d.factors[0]))) != have.axes:
+                return False
+        pending = set(t.pending)
+        return must <= pending and (spec.any_pending or pending <= must | may)

@@ -1,0 +1,102 @@
+"""Pass 13: the weight map of a program, and the storage format of every weight.
+
+Invariant: a weight keeps the checkpoint's quantised format only where each rank's part is a whole number of blocks and
+all its segments share one format; otherwise it is stored in the stream's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed.compiler.passes.layout import Layout
+from tokenspeed.compiler.passes.leaves import Binding, param_types
+from tokenspeed.compiler.passes.trace import Flat
+from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
+from tokenspeed.models.nn.params import Linear, PagedAttention, Rope, SamplingState, Weight
+
+#: entries of one block of a quantised format along a row
+BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
+
+
+@dataclass
+class Names:
+    """Checkpoint names of a model's parameters, from its family's table ({i}: a list position)."""
+
+    table: Mapping[str, str]
+    memo: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+    def sources(self, path: str, segments: int, suffix: str) -> list[tuple[str, ...]]:
+        """One tuple of alternatives a segment; a module without an entry is named by its own path."""
+        index = re.findall(r"\.(\d+)(?=\.|$)", path)
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".{i}", path)
+        text = self.table.get(path) or self.table.get(pattern)
+        if text is None:
+            return [(f"{path}.{k}{suffix}" if segments > 1 else f"{path}{suffix}",) for k in range(segments)]
+        for i in index:
+            text = text.replace("{i}", i)
+        parts = [tuple(alt.strip() + suffix for alt in part.split(" or ")) for part in text.split("|")]
+        if len(parts) != segments:
+            raise ValueError(f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}")
+        return parts
+
+
+def choose_formats(
+    flat: Flat, layout: Layout, names: Names, stored: Callable[[str], str | None], dtype: str
+) -> dict[str, str]:
+    """Storage format of every matrix: the checkpoint's where it can be sliced, else the stream's dtype."""
+    out: dict[str, str] = {}
+    for path, decl in flat.decls.items():
+        if not isinstance(decl, Linear | Weight):
+            continue
+        segs = len(decl.segments) if isinstance(decl, Linear) else 1
+        found = {next((f for s in alts if (f := stored(s))), None) for alts in names.sources(path, segs, ".weight")}
+        fmt = found.pop() if len(found) == 1 else None
+        out[path] = fmt if fmt in BLOCK and _sliceable(decl, layout, BLOCK[fmt]) else dtype
+    return out
+
+
+def _sliceable(decl: Linear | Weight, layout: Layout, block: int) -> bool:
+    dims = decl.inp if isinstance(decl, Linear) else decl.spec.dims[1:]
+    columns, first = 1, True
+    for d in dims:
+        f = d.factors[0]
+        ranks = layout.plan.mesh.size(layout.axes(f)) if first else 1
+        columns *= layout.sizes[f.name] // ranks
+        if first and layout.sizes[f.name] != layout.logical[f.name]:
+            inner = 1
+            for rest in dims[1:]:
+                inner *= layout.sizes[rest.factors[0].name]
+            if any((start * inner) % block for run in layout.runs(f.name) for start in run):
+                return False
+        first = False
+    return columns % block == 0
+
+
+def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> WeightMap:
+    entries: list[Entry] = []
+    for path, decl in flat.decls.items():
+        if isinstance(decl, PagedAttention | SamplingState):
+            continue
+        if isinstance(decl, Rope):
+            attrs = {"dim": decl.dim, "positions": decl.positions, "parameters": decl.parameters}
+            entries.append(Entry(path, "rope", attrs=attrs))
+            continue
+        for name, param in param_types(path, decl, b).items():
+            suffix = ".bias" if name.endswith(".bias") else ".weight"
+            n_in = len(decl.inp) if isinstance(decl, Linear) else len(decl.spec.dims) - 1
+            sources = names.sources(path, len(param.types), suffix)
+            segs = tuple(
+                Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in)
+                for alts, t in zip(sources, param.types)
+            )
+            entries.append(Entry(name, "weight", segs))
+    runs = {n: tuple(layout.runs(n)) for n in layout.groups if len(layout.runs(n)) > 1}
+    return WeightMap(layout.plan, layout.sizes, runs, layout.logical, tuple(entries))
+
+
+def read_fields(config: Any) -> dict[str, Any]:
+    """The configuration fields that were read, in a stable order."""
+    return dict(sorted(config.read.items()))

@@ -1,0 +1,139 @@
+"""The weight map: which checkpoint tensors a parameter is made of, and which part of them each rank holds.
+
+Invariant (V14): over all ranks the slices of a parameter cover every entry of its checkpoint tensors exactly once, or as
+often as its type replicates them; padding is zero. The map holds no path and no data; slices are derived from the type,
+the plan and the runs of padded dims. Standard library and the IR only: the loader reads it without the passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.ir.errors import VerifyError
+from tokenspeed.ir.mesh import Plan
+from tokenspeed.ir.text import parse_type
+from tokenspeed.ir.types import Type
+
+Run = tuple[int, int, int]  # start in the checkpoint, start in the padded extent, length
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One checkpoint tensor: `sources` are alternatives in order of preference."""
+
+    sources: tuple[str, ...]
+    type: Type
+    rows: int  # leading dims that the output rows of a matrix are made of; the rest are its columns
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter by absolute name. kind: weight, or rope (a table computed at load from `attrs`)."""
+
+    name: str
+    kind: str
+    segments: tuple[Segment, ...] = ()
+    attrs: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    plan: Plan
+    sizes: Mapping[str, int]  # padded extents
+    runs: Mapping[str, tuple[Run, ...]]  # dims whose padded extent holds the checkpoint's entries in several runs
+    logical: Mapping[str, int]
+    entries: tuple[Entry, ...]
+
+    def dim_runs(self, dim: str) -> tuple[Run, ...]:
+        return self.runs.get(dim) or ((0, 0, self.logical[dim]),)
+
+    def pieces(self, t: Type, dim: int, rank: int) -> list[Run]:
+        """What a rank holds of one dim: runs (start in the checkpoint, start in the local tensor, length)."""
+        d = t.dims[dim]
+        width = self.sizes[d.name] // self.plan.mesh.size(d.axes)
+        first = self.plan.mesh.index(rank, d.axes) * width
+        out: list[Run] = []
+        for src, dst, n in self.dim_runs(d.name):
+            lo, hi = max(dst, first), min(dst + n, first + width)
+            if lo < hi:
+                out.append((src + lo - dst, lo - first, hi - lo))
+        return out
+
+    def matrix_pieces(self, seg: Segment, rank: int) -> tuple[list[Run], list[Run], tuple[int, int]]:
+        """Row and column runs of the checkpoint matrix a rank holds, and the local shape (rows, columns)."""
+        local = seg.type.local_shape(self.sizes, self.plan)
+        rows = self._flat(seg.type, 0, seg.rows, rank)
+        cols = self._flat(seg.type, seg.rows, len(local), rank)
+        return rows, cols, (math.prod(local[: seg.rows]), math.prod(local[seg.rows :]))
+
+    def _flat(self, t: Type, start: int, stop: int, rank: int) -> list[Run]:
+        """Runs of dims start..stop flattened; only the first of them may be split or padded."""
+        if start == stop:
+            return [(0, 0, 1)]
+        inner = 1
+        for k in range(start + 1, stop):
+            name = t.dims[k].name
+            if self.sizes[name] != self.logical[name]:
+                raise VerifyError("V14", f"inner dim {name} of {t} is padded: its rows do not lie together")
+            inner *= self.sizes[name]
+        return [(s * inner, d * inner, n * inner) for s, d, n in self.pieces(t, start, rank)]
+
+    def shape(self, seg: Segment) -> tuple[int, int]:
+        """Shape of the checkpoint tensor as a matrix (1 column for a vector)."""
+        dims = [self.logical[d.name] for d in seg.type.dims]
+        return math.prod(dims[: seg.rows]), math.prod(dims[seg.rows :])
+
+    def keeps(self, t: Type, rank: int) -> bool:
+        """Whether this rank keeps a pending weight (the first along the pending axes does)."""
+        return self.plan.mesh.index(rank, t.pending) == 0 if t.pending else True
+
+
+def verify_weights(m: WeightMap) -> None:
+    """V14: every entry of every checkpoint tensor is held by as many ranks as the type says, none by fewer or more."""
+    seen: set[tuple[Type, int]] = set()
+    for e in m.entries:
+        for seg in e.segments:
+            if (seg.type, seg.rows) in seen:
+                continue
+            seen.add((seg.type, seg.rows))
+            axes = seg.type.axes()
+            copies = m.plan.mesh.ranks // m.plan.mesh.size(axes)
+            want = math.prod(m.shape(seg)) * copies
+            have = 0
+            for r in range(m.plan.mesh.ranks):
+                if m.keeps(seg.type, r):
+                    rows, cols, _ = m.matrix_pieces(seg, r)
+                    have += sum(n for _, _, n in rows) * sum(n for _, _, n in cols)
+            if have != want:
+                raise VerifyError("V14", f"@{e.name} : {seg.type}: ranks hold {have} entries, {want} are due ({copies} copies)")
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def to_json(m: WeightMap) -> dict[str, Any]:
+    return {
+        "runs": {k: [list(r) for r in v] for k, v in sorted(m.runs.items())},
+        "entries": [
+            {"name": e.name, "kind": e.kind}
+            | ({"attrs": dict(e.attrs)} if e.attrs is not None else {})
+            | ({"segments": [{"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows} for s in e.segments]} if e.segments else {})
+            for e in m.entries
+        ],
+    }
+
+
+def from_json(raw: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int], logical: Mapping[str, int]) -> WeightMap:
+    entries = tuple(
+        Entry(
+            e["name"], e["kind"],
+            tuple(Segment(tuple(s["sources"]), parse_type(s["type"], plan), s["rows"]) for s in e.get("segments", ())),
+            e.get("attrs"),
+        )
+        for e in raw["entries"]
+    )  # fmt: skip
+    runs = {k: tuple((int(a), int(b), int(c)) for a, b, c in v) for k, v in raw["runs"].items()}
+    return WeightMap(plan, sizes, runs, logical, entries)

@@ -1,0 +1,19 @@
+"""The closed table of semantic ops. `OPS[name]` is the op; `REFERENCES[name]` its reference implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenspeed.ir.ops.attention import ATTENTION
+from tokenspeed.ir.ops.base import Local, Op
+from tokenspeed.ir.ops.comm import COMM, Redistribute
+from tokenspeed.ir.ops.dense import DENSE
+from tokenspeed.ir.ops.sampling import SAMPLING
+
+OPS: dict[str, Op] = {op.name: op for op in (*DENSE, *ATTENTION, *SAMPLING, *COMM)}
+REFERENCES: dict[str, Callable[..., Any]] = {
+    name: op.reference for name, op in OPS.items() if type(op).reference is not Op.reference
+}
+
+__all__ = ["OPS", "REFERENCES", "Local", "Op", "Redistribute"]

@@ -1,0 +1,163 @@
+"""What an op is: a shape rule, a placement rule, its effects, its cost and THE reference implementation.
+
+Invariant: a placement rule is written for ONE mesh axis (states of the inputs -> states of the outputs) and the rule of
+a mesh is the product over its axes; `Op.infer` is the only place that forms this product. States are "R" (replicated),
+"P" (pending) or the name of the dim that the axis shards. A combination that is not named by the rule is illegal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.types import ROW_DIMS, Dim, Type
+
+States = Sequence[str]
+OutSpec = tuple[str, tuple[str, ...]]  # dtype, dim names
+
+
+@dataclass(frozen=True)
+class Local:
+    """Where a rank stands: what an op that owns an offset may know."""
+
+    plan: Plan
+    rank: int
+    sizes: Mapping[str, int]  # physical extents of every dim, rows included
+    logical: Mapping[str, int]  # extents without padding
+
+    def offset(self, dim: Dim) -> int:
+        """First global index of this rank's block of `dim`."""
+        return self.plan.mesh.index(self.rank, dim.axes) * (self.sizes[dim.name] // self.plan.mesh.size(dim.axes))
+
+
+class Op:
+    """One semantic op. Subclasses state the rules; instances are stateless and live in `OPS`."""
+
+    name: str = ""
+    writes_cache = False  # effect on the cache it names; kept in program order
+    writes_state = False  # effect on per-request sampling state
+    in_place_ok = False  # the output may share the first input's buffer when that dies here
+    alias = False  # the output IS the input (no kernel, no buffer)
+    demands_fill: float | None = None  # value its first input must hold in the padding of its last dim
+    discrete = False  # picks by value: its inputs must be equal bit for bit across ranks
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        raise TypeError(f"{self.name} has no shape rule")
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        raise TypeError(f"{self.name} has no placement rule")
+
+    def reference(self, *ins: Tensor, **attrs: Any) -> Any:
+        raise TypeError(f"{self.name} has no reference")
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        """Keyword arguments of the kernel on one rank: attributes plus the offsets it owns."""
+        return dict(attrs)
+
+    def out_kind(self, attrs: Mapping[str, Any]) -> str:
+        """Kind of a pending output."""
+        return "sum"
+
+    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """(elements moved, multiply-adds) a row, from local shapes with the row dims taken as 1; weights excluded."""
+        count = lambda shapes: sum(_prod(s) for s in shapes)  # noqa: E731
+        return float(count(ins) + count(outs)), 0.0
+
+    def infer(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Callable[[Axes], Axes], home: Axes = ()
+    ) -> list[Type]:
+        """Types of the outputs. RuleError where no rule allows these inputs."""
+        specs = self.shape(ins, attrs)
+        for t in ins:
+            if t.pending and t.kind not in ("sum",) and self.name not in _TAKES_KIND:
+                raise RuleError("P013", f"{self.name} of a value pending by {t.kind}: only a redistribution may consume it")
+        axes: list[str] = []
+        for t in ins:
+            axes.extend(a for a in t.axes() if a not in axes)
+        states: dict[str, list[str]] = {}
+        for a in order(tuple(axes)):
+            states[a] = self.axis_rule(a, [t.state(a) for t in ins], ins, attrs)
+        out: list[Type] = []
+        for i, (dtype, names) in enumerate(specs):
+            dims = []
+            for name in names:
+                on = [a for a, st in states.items() if st[i] == name]
+                dims.append(Dim(name, order(tuple(on)) if name in ROW_DIMS else _merge_order(name, on, ins, self.name)))
+            pending = order(tuple(a for a, st in states.items() if st[i] == "P"))
+            out.append(Type(dtype, tuple(dims), pending, self.out_kind(attrs) if pending else "sum", self.out_index(ins, attrs)))
+        return out
+
+    def out_index(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> Dim | None:
+        return None
+
+
+def _prod(shape: Sequence[int]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+def _merge_order(name: str, on: list[str], ins: Sequence[Type], op: str) -> Axes:
+    """Order of the axes of one non-row dim of an output: that of the operands, which must agree."""
+    orders = {tuple(a for a in d.axes if a in on) for t in ins for d in t.dims if d.name == name}
+    full = [o for o in orders if len(o) == len(on)]
+    if len(full) > 1:
+        raise RuleError("P014", f"{op}: {name} is sharded in the orders {sorted(full)} on its operands; the blocks do not match")
+    return full[0] if full else tuple(on)
+
+
+#: ops that may take a value pending by another kind than sum
+_TAKES_KIND = {"all_reduce"}
+
+
+def show(states: States, ins: Sequence[Type]) -> str:
+    return ", ".join(f"{'/'.join(t.names)}:{s}" for s, t in zip(states, ins))
+
+
+def refuse(op: str, axis: str, states: States, ins: Sequence[Type], why: str, code: str = "P010", **more: Any) -> RuleError:
+    return RuleError(code, f"{op} on axis {axis} ({show(states, ins)}): {why}", **more)
+
+
+def pointwise_rule(
+    op: str, axis: str, states: States, ins: Sequence[Type], out: Sequence[str], *, linear: Sequence[Sequence[int]] = (),
+    joint: bool = False, closed: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The factor rule of ops whose operands meet by dim name (broadcast where an operand lacks the dim).
+
+    `linear` lists groups of operand positions in which the op is linear: with `joint`, all of one group must be pending
+    together (add); otherwise exactly one operand of a singleton group (mul). `closed` dims cannot be sharded.
+    """
+    pend = [i for i, s in enumerate(states) if s == "P"]
+    if pend:
+        for group in linear:
+            if joint and sorted(group) == pend and all(states[i] == "P" for i in group):
+                return "P"
+            if not joint and pend == list(group) and all(s == "R" for i, s in enumerate(states) if i not in pend):
+                return "P"
+        if joint:
+            raise refuse(
+                op, axis, states, ins, f"a complete value added to a sum pending over {axis} is counted once a rank", "P012",
+                example="2 ranks: (3, 4) pending + 10 complete gives (13, 14), which sums to 27 and not 17",
+            )  # fmt: skip
+        raise refuse(
+            op, axis, states, ins, f"{op} is not linear in this operand: it must be reduced over {axis} first", "P011",
+            example="2 ranks: f(3) + f(4) is not f(3 + 4)",
+        )  # fmt: skip
+    letters = {s for s in states if s != "R"}
+    if not letters:
+        return "R"
+    if len(letters) > 1:
+        raise refuse(op, axis, states, ins, f"one axis shards two different dims {sorted(letters)}")
+    (letter,) = letters
+    if letter in closed:
+        raise refuse(op, axis, states, ins, f"{op} needs the whole of {letter} on every rank", "P015")
+    for s, t in zip(states, ins):
+        if letter in t.names and s != letter:
+            raise refuse(op, axis, states, ins, f"{letter} is sharded on one operand and whole on another: blocks do not match")
+    return letter if letter in out else "R"

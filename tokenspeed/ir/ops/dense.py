@@ -1,0 +1,307 @@
+"""Ops of a dense transformer: lookup, linear, norms, rope, activations, add, row selection.
+
+Each class states its shape rule and its placement rule for one axis, and holds the reference: plain torch, accumulated
+in float32, the meaning every kernel is checked against. T token rows, S request rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, pointwise_rule, refuse
+from tokenspeed.ir.types import ROW_DIMS, Type
+
+
+class Lookup(Op):
+    """ids i32[T], w [V, H] -> [T, H]. Rows outside this rank's block (and id -1, a hole) are zero."""
+
+    name = "lookup"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        ids, w = ins
+        return [(attrs["dtype"], (*ids.names, *w.names[1:]))]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        ids, w = states
+        v, h = ins[1].names
+        row = ins[0].names[0]
+        table = {("R", "R"): "R", (row, "R"): row, ("R", v): "P", ("R", h): h}
+        if (ids, w) not in table:
+            raise refuse("lookup", axis, states, ins, "the ids and the table cannot be sharded on the same axis")
+        return [table[ids, w]]
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return {"offset": at.offset(ins[1].dims[0])}
+
+    def reference(self, ids: Tensor, w: Tensor, *, offset: int = 0) -> Tensor:
+        i = ids.long() - offset
+        ok = (ids >= 0) & (i >= 0) & (i < w.shape[0])
+        return torch.where(ok[:, None], w[i.clamp(0, w.shape[0] - 1)], torch.zeros((), dtype=w.dtype))
+
+    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
+        return 2.0 * sum(outs[0][1:]), 0.0
+
+
+class Linear(Op):
+    """x [rows, *IN] times segments w_i [*OUT_i, *IN] (+ bias_i [*OUT_i]) -> one output [rows, *OUT_i] a segment.
+
+    attrs: `in_dims` names, `segments` count, `bias` flag, `dtype` of the outputs. The segments are stored as one matrix.
+    """
+
+    name = "linear"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, k = ins[0], attrs["segments"]
+        n_in = len(attrs["in_dims"])
+        if x.names[len(x.names) - n_in :] != tuple(attrs["in_dims"]):
+            raise RuleError("P004", f"linear expects the trailing dims {list(attrs['in_dims'])}, the operand has {list(x.names)}")
+        rows = x.names[: len(x.names) - n_in]
+        return [(attrs["dtype"], (*rows, *w.names[: len(w.names) - n_in])) for w in ins[1 : 1 + k]]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        k, n_in = attrs["segments"], len(attrs["in_dims"])
+        x, ws = states[0], states[1 : 1 + k]
+        bias = states[1 + k :]
+        in_dims = attrs["in_dims"]
+
+        def fail(why: str, code: str = "P010", **more: Any) -> RuleError:
+            return refuse("linear", axis, states, ins, why, code, **more)
+
+        out: list[str] = []
+        for i, w in enumerate(ws):
+            w_in, w_out = ins[1 + i].names[-n_in:], ins[1 + i].names[:-n_in]
+            if x == "P":
+                if w != "R":
+                    raise fail(f"the operand is pending over {axis} and the weight is sharded on it", "P016")
+                got = "P"
+            elif x in in_dims:
+                if w != x:
+                    raise fail(f"{x} is contracted: it is sharded on the operand and not on the weight, so blocks do not match")
+                got = "P"
+            elif w in w_in:
+                raise fail(f"{w} is contracted: it is sharded on the weight and not on the operand (an implicit slice)")
+            elif x != "R":
+                if w != "R":
+                    raise fail(f"{axis} shards the rows of the operand and {w} of the weight")
+                got = x
+            else:
+                got = w if w in w_out else "R"
+            if bias:
+                want = got if got not in ROW_DIMS else "R"
+                if bias[i] != want:
+                    if want == "P":
+                        raise fail(
+                            f"a complete bias inside a sum pending over {axis} is counted once a rank", "P012",
+                            fixes=(f"declare the bias pending over {axis}, e.g. bias=\"h +{axis}\" (0 bytes: the first rank keeps it)",),
+                            example="2 ranks: (3, 4) pending + 10 complete gives (13, 14), which sums to 27 and not 17",
+                        )  # fmt: skip
+                    raise fail(f"the bias must be placed like the output segment ({want}), it is {bias[i]}")
+            out.append(got)
+        return out
+
+    def reference(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        y = x.flatten(1).float() @ w.float().t()
+        if bias is not None:
+            y = y + bias.float()
+        return y.to(dtype or x.dtype)
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return {}
+
+    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
+        prod = lambda s: int(torch.Size(s).numel())  # noqa: E731
+        k, n = prod(ins[0]), sum(prod(o) for o in outs)
+        return float(k + n), float(k * n)
+
+
+class RmsNorm(Op):
+    """x [rows, *, D], w [D] -> same: x * rsqrt(mean(x^2) + eps), rounded to the stream's dtype, times w."""
+
+    name = "rms_norm"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, w = ins
+        if x.names[-1:] != w.names:
+            raise RuleError("P004", f"rms_norm weighs {list(w.names)}, the operand ends in {list(x.names[-1:])}")
+        return [(x.dtype, x.names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule("rms_norm", axis, states, ins, ins[0].names, closed=ins[1].names)]
+
+    def reference(self, x: Tensor, w: Tensor, *, eps: float) -> Tensor:
+        f = x.float()
+        return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class AddRmsNorm(Op):
+    """x, y [rows, D], w [D] -> (x + y, rms_norm(x + y, w)): the fused form of a residual add and the norm behind it."""
+
+    name = "add_rms_norm"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names), (ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        got = pointwise_rule("add_rms_norm", axis, states, ins, ins[0].names, closed=ins[2].names)
+        return [got, got]
+
+    def reference(self, x: Tensor, y: Tensor, w: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+        z = x + y
+        return z, OPS_RMS.reference(z, w, eps=eps)
+
+
+class Rope(Op):
+    """x [T, heads, D], pos i32[T], table f32[P, R] (cos R/2 | sin R/2) -> x rotated in halves on its first R dims."""
+
+    name = "rope"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule("rope", axis, states, ins, ins[0].names, linear=[(0,)], closed=(ins[0].names[-1], *ins[2].names))]
+
+    def reference(self, x: Tensor, pos: Tensor, table: Tensor) -> Tensor:
+        half = table.shape[1] // 2
+        rows = table[pos.clamp(min=0).long()]
+        cos, sin = rows[:, None, :half], rows[:, None, half:]
+        a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+        out = torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
+        return torch.where((pos >= 0)[:, None, None], out, x)
+
+
+class Silu(Op):
+    """x -> x * sigmoid(x)."""
+
+    name = "silu"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names)]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x)
+
+
+class Mul(Op):
+    """x * y elementwise; linear in each operand alone."""
+
+    name = "mul"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if ins[0].names != ins[1].names:
+            raise RuleError("P004", f"{self.name} of {list(ins[0].names)} and {list(ins[1].names)}: the dims differ")
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,), (1,)])]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+class SiluMul(Mul):
+    """silu(gate) * up; linear in `up` only."""
+
+    name = "silu_mul"
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(1,)])]
+
+    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+
+class Add(Mul):
+    """x + y; linear in both together: both complete or both pending."""
+
+    name = "add"
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0, 1)], joint=True)]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Scale(Op):
+    """x * factor, a constant."""
+
+    name = "scale"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,)])]
+
+    def reference(self, x: Tensor, *, factor: float) -> Tensor:
+        return x * factor
+
+
+class SelectRows(Op):
+    """x [T, H], idx i32[S -> T] -> [S, H]: row idx of this home block; an index outside this rank's rows gives zeros."""
+
+    name = "select_rows"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, idx = ins
+        if idx.index is None or idx.index.name != x.names[0]:
+            raise RuleError("P004", f"select_rows needs an index into {x.names[0]}, the operand is {idx}")
+        return [(x.dtype, (*idx.names, *x.names[1:]))]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        x, idx = states
+        t, s = ins[0].names[0], ins[1].names[0]
+        home = axis in (ins[1].index.axes if ins[1].index else ())
+        if home:
+            if (x, idx) != (t, s):
+                raise refuse("select_rows", axis, states, ins, f"an index into one {axis} block means another row of a gathered value", "P030")
+            return [s]
+        table = {("R", "R"): "R", ("R", s): s, (t, "R"): "P", ("P", "R"): "P"} | {(d, "R"): d for d in ins[0].names[1:]}
+        if (x, idx) not in table:
+            raise refuse("select_rows", axis, states, ins, "rows and indices are sharded on the same axis")
+        return [table[x, idx]]
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        t, home = ins[0].dims[0], ins[1].index.axes if ins[1].index else ()
+        inner = tuple(a for a in t.axes if a not in home)
+        rows = at.sizes[t.name] // at.plan.mesh.size(t.axes)
+        return {"offset": at.plan.mesh.index(at.rank, inner) * rows}
+
+    def reference(self, x: Tensor, idx: Tensor, *, offset: int = 0) -> Tensor:
+        i = idx.long() - offset
+        ok = (idx >= 0) & (i >= 0) & (i < x.shape[0])
+        return torch.where(ok[:, None], x[i.clamp(0, max(x.shape[0] - 1, 0))], torch.zeros((), dtype=x.dtype))
+
+
+class Cross(Op):
+    """The value crosses a signature that constrains it; no kernel and no buffer."""
+
+    name = "cross"
+    alias = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [states[0]]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x
+
+
+OPS_RMS = RmsNorm()
+DENSE = [Lookup(), Linear(), OPS_RMS, AddRmsNorm(), Rope(), Silu(), Mul(), SiluMul(), Add(), Scale(), SelectRows(), Cross()]

@@ -1,0 +1,280 @@
+"""Sampling ops: temperature, Gumbel noise from a counter RNG, argmax over a sharded vocabulary, and the full sampler.
+
+Noise is keyed by (seed, GLOBAL vocabulary id, position), so a token does not depend on how the vocabulary is sharded,
+on the batch or on the step. `params` is i32[S, 16], one row a request; the words are named in `Word`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse
+from tokenspeed.ir.types import Type
+
+TOP_LOGPROBS = 20  # alternatives reported a token, at most
+PARAM_WORDS = 16
+
+
+class Word(IntEnum):
+    """Columns of `params` (32-bit words; the float ones hold the bits of a float32)."""
+
+    FLAGS = 0
+    SEED_LO = 1
+    SEED_HI = 2
+    POSITION = 3
+    TEMPERATURE = 4
+    TOP_K = 5
+    TOP_P = 6
+    MIN_P = 7
+    REPETITION = 8
+    PRESENCE = 9
+    FREQUENCY = 10
+    LOGPROBS = 11
+    SLOT = 12
+
+
+class Flag(IntFlag):
+    GREEDY = 1
+    PENALTIES = 2
+    BIAS = 4
+    LOGPROBS = 8
+    FILTERS = 16
+    VALID = 32
+
+
+def philox_gumbel(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise f32[S, V] for global ids i64[V]: Philox4x32-10 (Salmon et al., SC 2011), one 32-bit lane an id.
+
+    Counter (id // 4, position, 0, 0), key (seed_lo, seed_hi), lane id % 4; u = ((x >> 8) + 0.5) / 2^24, g = -ln(-ln u).
+    """
+    mask = 0xFFFFFFFF
+    c0 = (ids // 4)[None, :].expand(seed_lo.shape[0], -1) & mask
+    c1 = (position.long() & mask)[:, None].expand_as(c0)
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = (seed_lo.long() & mask)[:, None], (seed_hi.long() & mask)[:, None]
+    for _ in range(10):
+        h0, l0 = _mulhilo(0xD2511F53, c0)
+        h1, l1 = _mulhilo(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    lane = (ids % 4)[None, :].expand_as(c0)
+    x = torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
+    u = ((x >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(u))
+
+
+def _mulhilo(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of m * x, x in [0, 2^32) held in int64 (16-bit limbs: no overflow)."""
+    m_hi, m_lo = m >> 16, m & 0xFFFF
+    x_hi, x_lo = x >> 16, x & 0xFFFF
+    low = m_lo * x_lo
+    mid = m_hi * x_lo + (low >> 16)
+    mid2 = m_lo * x_hi + (mid & 0xFFFF)
+    return m_hi * x_hi + (mid >> 16) + (mid2 >> 16), ((mid2 & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def as_float(params: Tensor, word: Word) -> Tensor:
+    return params[:, word].contiguous().view(torch.float32)
+
+
+def is_greedy(params: Tensor) -> Tensor:
+    return (params[:, Word.FLAGS] & int(Flag.GREEDY)) != 0
+
+
+class _OnLogits(Op):
+    """Elementwise on logits z [S, V] with params [S, P]: rows may be sharded on both, the vocabulary on z alone."""
+
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if len(ins[0].dims) != 2 or len(ins[1].dims) != 2 or ins[0].names[0] != ins[1].names[0]:
+            raise RuleError("P004", f"{self.name} expects logits [s, v] and parameters [s, p], got {ins[0]} and {ins[1]}")
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        s, v = ins[0].names
+        table = {("R", "R"): "R", (s, s): s, (v, "R"): v}
+        if tuple(states) not in table:
+            raise refuse(self.name, axis, states, ins, "logits must be complete, parameters whole or on the same rows", "P011")
+        return [table[states[0], states[1]]]
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return dict(attrs)
+
+
+class Temper(_OnLogits):
+    """z / temperature; greedy rows unchanged."""
+
+    name = "temper"
+
+    def reference(self, z: Tensor, params: Tensor) -> Tensor:
+        t = torch.where(is_greedy(params), 1.0, as_float(params, Word.TEMPERATURE))
+        return z / t[:, None]
+
+
+class AddGumbel(_OnLogits):
+    """z + Gumbel noise of the counter RNG; greedy rows unchanged."""
+
+    name = "add_gumbel"
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return {"offset": at.offset(ins[0].dims[1])}
+
+    def reference(self, z: Tensor, params: Tensor, *, offset: int = 0) -> Tensor:
+        ids = torch.arange(offset, offset + z.shape[1])
+        g = philox_gumbel(params[:, Word.SEED_LO], params[:, Word.SEED_HI], params[:, Word.POSITION], ids)
+        return torch.where(is_greedy(params)[:, None], z, z + g)
+
+
+class Argmax(Op):
+    """z [S, V] -> token i32[S]: pending by argmax where V is sharded (then a pair (value f32, global id i32) a row)."""
+
+    name = "argmax"
+    demands_fill = float("-inf")
+    discrete = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [("i32", ins[0].names[:1])]
+
+    def out_kind(self, attrs: Mapping[str, Any]) -> str:
+        return "argmax"
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        s, v = ins[0].names
+        table = {"R": "R", s: s, v: "P"}
+        if states[0] not in table:
+            raise refuse("argmax", axis, states, ins, "the largest of pending sums is not the largest sum", "P011",
+                         example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
+        return [table[states[0]]]
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return {"offset": at.offset(ins[0].dims[1])}
+
+    def reference(self, z: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
+        clean = torch.where(z.isnan(), float("-inf"), z)
+        value, index = clean.max(1)
+        first = (clean == value[:, None]).int().argmax(1) if z.numel() else index
+        return value, (first + offset).int()
+
+
+class Fill(Op):
+    """z [S, V] with the padding of V set to `value`."""
+
+    name = "fill"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        if states[0] == "P":
+            raise refuse("fill", axis, states, ins, "a constant inside a pending sum is counted once a rank", "P011")
+        return [states[0]]
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        d = ins[0].dims[-1]
+        width = at.sizes[d.name] // at.plan.mesh.size(d.axes)
+        return {"start": min(max(at.logical[d.name] - at.offset(d), 0), width), "value": attrs["value"]}
+
+    def reference(self, z: Tensor, *, start: int, value: float) -> Tensor:
+        out = z.clone()
+        out[:, start:] = value
+        return out
+
+
+class Sample(Op):
+    """The full sampler on whole rows: z f32[S, V], params i32[S, 16], per-slot state -> token, logprob, top ids, top logprobs.
+
+    State: counts i32[R, V] of output tokens, seen u8[R, V] of prompt tokens, bias f32[R, V], indexed by request slot.
+    Log-probabilities are of the raw logits. Order: bias; repetition, presence and frequency penalties; greedy rows stop
+    here; temperature, top-k, top-p, min-p, then Gumbel-max over what is kept. A row without a finite logit gives token 0.
+    """
+
+    name = "sample"
+    writes_state = True
+    discrete = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        s = ins[0].names[0]
+        return [("i32", (s,)), ("f32", (s,)), ("i32", (s, "top")), ("f32", (s, "top"))]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        s = ins[0].names[0]
+        z, params, *state = states
+        r = ins[2].names[0]
+        if (z, params) == ("R", "R") and all(x == "R" for x in state):
+            return ["R"] * 4
+        if (z, params) == (s, s) and all(x == r for x in state):
+            return [s] * 4
+        raise refuse("sample", axis, states, ins, "the full sampler needs whole logits of the rows whose state this rank holds", "P011")
+
+    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+        return {"vocab": at.logical[ins[0].dims[1].name]}
+
+    def reference(
+        self, z: Tensor, params: Tensor, counts: Tensor, seen: Tensor, bias: Tensor, *, vocab: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows, k = z.shape[0], min(TOP_LOGPROBS, vocab)
+        raw = torch.where(z[:, :vocab].isnan(), float("-inf"), z[:, :vocab])
+        tokens = torch.zeros(rows, dtype=torch.int32)
+        logprobs = torch.zeros(rows)
+        top_ids = torch.full((rows, TOP_LOGPROBS), -1, dtype=torch.int32)
+        top_lps = torch.full((rows, TOP_LOGPROBS), float("-inf"))
+        for i in range(rows):
+            flags = int(params[i, Word.FLAGS])
+            if not flags & Flag.VALID:
+                continue
+            slot, x = int(params[i, Word.SLOT]), raw[i].clone()
+            f = lambda w, i=i: float(as_float(params[i : i + 1], w)[0])  # noqa: E731
+            if flags & Flag.BIAS:
+                x = x + bias[slot, :vocab]
+            if flags & Flag.PENALTIES:
+                met = (counts[slot, :vocab] > 0) | (seen[slot, :vocab] > 0)
+                rep = f(Word.REPETITION)
+                x = torch.where(met, torch.where(x > 0, x / rep, x * rep), x)
+                x = x - f(Word.PRESENCE) * (counts[slot, :vocab] > 0) - f(Word.FREQUENCY) * counts[slot, :vocab]
+            if not torch.isfinite(x).any():
+                continue
+            if flags & Flag.GREEDY:
+                token = int(x.argmax())
+            else:
+                x = _keep(x / f(Word.TEMPERATURE), int(params[i, Word.TOP_K]), f(Word.TOP_P), f(Word.MIN_P), flags)
+                p = params[i : i + 1]
+                g = philox_gumbel(p[:, Word.SEED_LO], p[:, Word.SEED_HI], p[:, Word.POSITION], torch.arange(vocab))
+                token = int((x + g[0]).argmax())
+            tokens[i] = token
+            if flags & Flag.PENALTIES:
+                counts[slot, token] += 1
+            if flags & Flag.LOGPROBS:
+                lp = raw[i].log_softmax(0)
+                logprobs[i] = lp[token]
+                top = lp.topk(k)
+                top_ids[i, :k], top_lps[i, :k] = top.indices.int(), top.values
+        return tokens, logprobs, top_ids, top_lps
+
+
+def _keep(x: Tensor, top_k: int, top_p: float, min_p: float, flags: int) -> Tensor:
+    """Logits with what top-k, top-p and min-p reject set to -inf. Ties at a threshold are kept."""
+    if not flags & Flag.FILTERS:
+        return x
+    if 0 < top_k < x.numel():
+        x = torch.where(x >= x.topk(top_k).values[-1], x, float("-inf"))
+    if top_p < 1.0:
+        p, order = x.softmax(0).sort(descending=True, stable=True)
+        before = p.cumsum(0) - p
+        least = p[before < top_p][-1] if bool((before < top_p).any()) else p[0]
+        probs = torch.empty_like(p).scatter_(0, order, p)
+        x = torch.where(probs >= least, x, float("-inf"))
+    if min_p > 0.0:
+        p = x.softmax(0)
+        x = torch.where(p >= min_p * p.max(), x, float("-inf"))
+    return x
+
+
+SAMPLING = [Temper(), AddGumbel(), Argmax(), Fill(), Sample()]

@@ -1,0 +1,107 @@
+"""The verifier: what a finished program must satisfy, checked from its text alone (types are inferred again).
+
+Rules here: V1 every op is a row of its table; V2 nothing pending leaves the program; V3 calls and signatures agree; V4 an
+axis appears once in a type; V5 extents divide, row dims only over the bucket's row factors; V7/V9 a collective names
+axes of the mesh and stands under no control flow; V10 each pending value is reduced by exactly one path; V11 every cache
+is written once, before it is read. V6 is a rule of `attend`; V14 belongs to the weight map.
+"""
+
+from __future__ import annotations
+
+from tokenspeed.ir.errors import VerifyError
+from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute
+from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.text import infer_node
+from tokenspeed.ir.types import ROW_DIMS, Type
+
+
+def verify(p: Program) -> None:
+    """VerifyError with the code of the first rule that does not hold."""
+    factors = {d: p.row_axes(d) for d in p.bucket}
+    for name, leaf in p.leaves.items():
+        _verify_types(p, leaf.types, factors, f"leaf @{name}")
+        _verify_body(p, leaf.nodes, leaf.types, leaf.params, f"leaf @{name}", list(leaf.inputs))
+        _verify_leaf_caches(name, leaf)
+    _verify_types(p, p.types, factors, "main")
+    _verify_body(p, p.nodes, p.types, p.params, "main", list(p.ports))
+    for r in p.results:
+        if r not in p.types:
+            raise VerifyError("V1", f"result %{r} is never made")
+        if p.types[r].pending:
+            raise VerifyError("V2", f"result %{r} : {p.types[r]} leaves the program pending")
+    _verify_caches_once(p)
+    _verify_reduced(p)
+
+
+def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, tuple[str, ...]], where: str) -> None:
+    for name, t in types.items():
+        axes = t.axes()
+        if len(set(axes)) != len(axes):
+            raise VerifyError("V4", f"{where}: %{name} : {t} uses an axis twice")
+        unknown = [a for a in axes if a not in p.plan.mesh.names]
+        if unknown:
+            raise VerifyError("V9", f"{where}: %{name} : {t} names {unknown[0]!r}, which is no axis of the mesh")
+        for d in t.dims:
+            if d.name in ROW_DIMS:
+                outside = [a for a in d.axes if a not in factors[d.name]]
+                if outside:
+                    raise VerifyError("V5", f"{where}: %{name} : {t}: {d.name} cannot be split over {outside} in this bucket")
+            elif d.axes and d.name in p.sizes and p.sizes[d.name] % p.plan.mesh.size(d.axes):
+                raise VerifyError("V5", f"{where}: %{name} : {t}: {d.name}={p.sizes[d.name]} does not divide over {list(d.axes)}")
+
+
+def _verify_body(
+    p: Program, nodes: list[Node], types: dict[str, Type], params: dict[str, Param], where: str, inputs: list[str]
+) -> None:
+    made = set(inputs)
+    for n in nodes:
+        late = [v for v in n.values if v not in made]
+        if late:
+            raise VerifyError("V1", f"{where}: {n.op} reads %{late[0]} before it is made")
+        again = [o for o in n.outputs if o in made]
+        if again:
+            raise VerifyError("V1", f"{where}: %{again[0]} is made twice")
+        if n.op in OPS and isinstance(OPS[n.op], Redistribute) and not n.attrs.get("axes"):
+            raise VerifyError("V9", f"{where}: {n.op} of %{n.inputs[0]} names no axes")
+        inferred = infer_node(n, types, params, p, p.plan.mesh.ordered)
+        for o, t in zip(n.outputs, inferred):
+            if types[o] != t:
+                raise VerifyError("V1", f"{where}: %{o} is recorded as {types[o]}, its op gives {t}")
+        if n.op in OPS and OPS[n.op].discrete and types[n.inputs[0]].pending:
+            raise VerifyError("V2", f"{where}: {n.op} picks by the value of %{n.inputs[0]}, which is pending")
+        made.update(n.outputs)
+
+
+def _verify_leaf_caches(name: str, leaf: Leaf) -> None:
+    written: set[str] = set()
+    for n in leaf.nodes:
+        caches = {i.split(":")[0] for i in n.inputs if i.startswith("@") and leaf.params[i[1:].split(":")[0]].kind == "cache"}
+        if n.op == "append":
+            if caches & written:
+                raise VerifyError("V11", f"leaf @{name}: cache {sorted(caches)} is written twice in one step")
+            written |= caches
+        elif caches - written:
+            raise VerifyError("V11", f"leaf @{name}: {n.op} reads cache {sorted(caches)} before this step's tokens are written")
+
+
+def _verify_caches_once(p: Program) -> None:
+    seen: set[str] = set()
+    for n in p.nodes:
+        if n.op != "call":
+            continue
+        for q in p.leaves[n.attrs["leaf"]].params.values():
+            if q.kind == "cache":
+                name = absolute(n.attrs["path"], q.name)
+                if name in seen:
+                    raise VerifyError("V11", f"cache @{name} is used by two calls")
+                seen.add(name)
+
+
+def _verify_reduced(p: Program) -> None:
+    """V10: a pending value may be consumed by several repairs, but one consumer must not see it both ways: each path from
+    a pending value to a result passes exactly one reduction a pending axis. Types give this for each edge; here it is
+    checked that no pending value is dropped, i.e. has no consumer at all."""
+    used = {i for n in p.nodes for i in n.values} | set(p.results)
+    for name, t in p.types.items():
+        if t.pending and name not in used:
+            raise VerifyError("V10", f"%{name} : {t} is pending and nothing consumes it")

@@ -1,0 +1,27 @@
+"""Model families by architecture name. Families outside the tree register in the entry-point group `tokenspeed.models`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from tokenspeed.models.nn.config import ConfigError
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "tokenspeed.models.llama:CausalLM",
+    "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
+    "Qwen2ForCausalLM": "tokenspeed.models.qwen2:CausalLM",
+    "Qwen3ForCausalLM": "tokenspeed.models.qwen3:CausalLM",
+}
+
+
+def find_family(architecture: str) -> Any:
+    """The root module class of an architecture (config.json, `architectures`). ConfigError lists what is known."""
+    for point in entry_points(group="tokenspeed.models"):
+        if point.name == architecture:
+            return point.load()
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"no model family for architecture {architecture!r}; known: {', '.join(sorted(ARCHITECTURES))}")
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,97 @@
+"""Blocks every dense decoder shares: the batch ports, embedding, head, samplers and the gated MLP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from tokenspeed.ir.builder import Proxy, current
+from tokenspeed.models.nn.module import Module, Port, Ports
+from tokenspeed.models.nn.params import (
+    Linear, SamplingState, Weight, add_gumbel, argmax, export, full_sample, head, lookup, silu, temper,
+)  # fmt: skip
+
+Stream = Annotated[Tensor, "t* h +?"]  # a residual stream: any token spread, perhaps pending
+Rows = Annotated[Tensor, "t* h"]  # any token spread, complete
+Tokens = Annotated[Tensor, "t@dp h"]  # the tokens of this home group, whole on every tp rank
+Partial = Annotated[Tensor, "t@dp h +tp"]  # sum over tp still pending
+
+
+class Batch(Ports):
+    """The scheduler's ABI: what one step brings. Rows of t are tokens, rows of s are requests of this home group."""
+
+    ids = Port("t@dp")  # token ids; -1: a hole
+    pos = Port("t@dp")  # position in the request, from 0; -1: a hole
+    slot = Port("t@dp -> slots@dp")  # KV slot to write; -1: none
+    row = Port("t@dp -> s@dp")  # request row of the token; -1: a hole
+    table = Port("s@dp l -> slots@dp")  # block table: page numbers
+    last = Port("s@dp -> t@dp")  # token row to sample from; -1: none this step
+    params = Port("s@dp p")  # sampling parameters, packed words
+
+
+class Embed(Module):
+    """Token embedding, vocabulary-parallel: a rank's rows are masked, the sum over vp is pending."""
+
+    def __init__(self) -> None:
+        self.w = Weight("v@vp h", pad=("v", 64))
+
+    def forward(self, ids: Annotated[Tensor, "t*"]) -> Annotated[Tensor, "t* h +vp"]:
+        return lookup(self.w, ids)
+
+
+class Head(Module):
+    """Logits in float32, vocabulary-parallel."""
+
+    def __init__(self) -> None:
+        self.w = Weight("v@vp h", pad=("v", 64))
+
+    def forward(self, x: Annotated[Tensor, "s* h"]) -> Annotated[Tensor, "s* v@vp"]:
+        return head(x, self.w)
+
+
+class GumbelSampler(Module):
+    """Greedy or temperature sampling by Gumbel-max on a sharded vocabulary: 8 bytes a request on the wire."""
+
+    def forward(self, z: Annotated[Tensor, "s* v@vp"], p: Annotated[Tensor, "s* p"]) -> Annotated[Tensor, "s* argmax:vp"]:
+        return argmax(add_gumbel(temper(z, p), p))
+
+
+class FullSampler(Module):
+    """Every sampling parameter and log-probabilities, on whole rows of logits."""
+
+    def __init__(self) -> None:
+        self.state = SamplingState()
+
+    def forward(self, z: Annotated[Tensor, "s@dp v"], p: Annotated[Tensor, "s@dp p"]) -> tuple[
+        Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp top"], Annotated[Tensor, "s@dp top"]
+    ]:  # fmt: skip
+        return full_sample(z, p, self.state)
+
+
+class Sampler(Module):
+    """Picks the leaf of the program's variant; the full one also exports log-probabilities as results of the program."""
+
+    def __init__(self) -> None:
+        self.gumbel, self.full = GumbelSampler(), FullSampler()
+
+    def __call__(self, z: Proxy, p: Proxy) -> Any:
+        if current().variant == "gumbel":
+            return self.gumbel(z, p)
+        token, logprob, top_ids, top_logprobs = self.full(z, p)
+        export("logprob", logprob, "s@dp")
+        export("top_ids", top_ids, "s@dp top")
+        export("top_logprobs", top_logprobs, "s@dp top")
+        return token
+
+
+class MLP(Module):
+    """Gated MLP: silu(gate) * up, column- then row-parallel."""
+
+    def __init__(self, bias: bool = False) -> None:
+        self.up = Linear("h -> f@mlp | f@mlp", bias=bias or None)
+        self.down = Linear("f@mlp -> h", bias="h +mlp" if bias else None)
+
+    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +mlp"]:
+        gate, up = self.up(x)
+        return self.down(silu(gate) * up)

@@ -1,0 +1,79 @@
+"""A model's configuration, read through a tracker: the fields that were read are the fields the artifact's key covers.
+
+Invariant: a field is read by name exactly once it matters; a field that no code reads cannot change the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenspeed.ir.errors import TokenSpeedError
+
+
+class ConfigError(TokenSpeedError):
+    """A configuration this family cannot build; names the field."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("C001", message)
+
+
+class Config:
+    """Attribute access to a config.json: `c.hidden_size`, `c.get("head_dim")`. Missing: ConfigError that names the field."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self.read: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._values.get(name) is None:
+            raise ConfigError(f"config.json has no {name!r}, which {self._values.get('model_type', 'this model')} needs")
+        return self.get(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name)
+        self.read[name] = value
+        return default if value is None else value
+
+    def without(self, field: str) -> Config:
+        """The same configuration (and the same record of reads) with one field absent."""
+        other = Config({k: v for k, v in self._values.items() if k != field})
+        other.read = self.read
+        return other
+
+    @property
+    def head_dim(self) -> int:
+        d = self.get("head_dim")
+        return int(d) if d else self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.get("num_key_value_heads", self.num_attention_heads))
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """The rope settings in one form: the newer `rope_parameters`, or the older rope_theta + rope_scaling."""
+        new = self.get("rope_parameters")
+        old = self.get("rope_scaling")
+        out: dict[str, Any] = dict(new or old or {})
+        if "type" in out:
+            out.setdefault("rope_type", out.pop("type"))
+        out.setdefault("rope_type", "default")
+        if out.get("rope_theta") is None:
+            out["rope_theta"] = self.get("rope_theta", 10000.0)
+        supported = ("default", "linear", "llama3")
+        if out["rope_type"] not in supported:
+            raise ConfigError(f"rope_type {out['rope_type']!r} is not supported; supported: {', '.join(supported)}")
+        if out["rope_type"] == "llama3":
+            for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                if key not in out:
+                    raise ConfigError(f"rope_type 'llama3' needs {key!r} in rope_parameters / rope_scaling")
+        return out
+
+    def refuse(self, field: str, allowed: tuple[Any, ...], why: str) -> None:
+        """ConfigError unless the field is absent or one of `allowed`."""
+        value = self.get(field)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{field}={value!r} is not supported: {why}")

@@ -1,0 +1,40 @@
+"""What Hugging Face decoder checkpoints share: names of dims, and names of tensors by module path."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from torch import Tensor
+
+from tokenspeed.models.nn.config import Config, ConfigError
+
+TokenIds = Annotated[Tensor, "s@dp"]
+
+
+def decoder_dims(c: Config) -> dict[str, int]:
+    """Global extents of the named dims; `n` must be a multiple of `kv`."""
+    n, kv = int(c.num_attention_heads), c.kv_heads
+    if n % kv:
+        raise ConfigError(f"num_attention_heads={n} is not a multiple of num_key_value_heads={kv}")
+    return {"h": c.hidden_size, "n": n, "kv": kv, "d": c.head_dim, "f": c.intermediate_size, "v": c.vocab_size}
+
+
+def decoder_names(c: Config) -> dict[str, str]:
+    """Module path -> checkpoint name, one a segment ("|"); `{i}` stands for a list position. A second name after "or" is
+    the fallback: a head that the file lacks is tied to the embedding, a tied one is read from it."""
+    layer = "model.layers.{i}"
+    tied = bool(c.get("tie_word_embeddings", False))
+    names = {
+        "embed.w": "model.embed_tokens",
+        "layers.{i}.norm1": f"{layer}.input_layernorm",
+        "layers.{i}.norm2": f"{layer}.post_attention_layernorm",
+        "layers.{i}.attn.qkv": " | ".join(f"{layer}.self_attn.{p}_proj" for p in "qkv"),
+        "layers.{i}.attn.q_norm": f"{layer}.self_attn.q_norm",
+        "layers.{i}.attn.k_norm": f"{layer}.self_attn.k_norm",
+        "layers.{i}.attn.o": f"{layer}.self_attn.o_proj",
+        "layers.{i}.mlp.up": f"{layer}.mlp.gate_proj | {layer}.mlp.up_proj",
+        "layers.{i}.mlp.down": f"{layer}.mlp.down_proj",
+        "norm": "model.norm",
+        "head.w": "model.embed_tokens" if tied else "lm_head or model.embed_tokens",
+    }
+    return names

@@ -1,0 +1,165 @@
+"""Ops with weights: Weight, Linear, RMSNorm, Rope, PagedAttention. They are ops of the enclosing body, not modules.
+
+Invariant: a declaration names dims and axes only; extents come from the model's `dims` and ranks from the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.ir.builder import Proxy, apply, current
+from tokenspeed.ir.errors import SpecError
+from tokenspeed.ir.spec import Spec, SpecDim, parse_sides, parse_spec
+from tokenspeed.models.nn.module import Param
+
+#: marks "the dtype of the activation stream" until the compiler knows it
+STREAM = "act"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One matrix of a weight, as the checkpoint holds it: output dims, then input dims."""
+
+    out: tuple[SpecDim, ...]
+    inp: tuple[SpecDim, ...] = ()
+
+
+class Weight(Param):
+    """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp)."""
+
+    def __init__(self, spec: str, pad: tuple[str, int] | None = None) -> None:
+        self.spec: Spec = parse_spec(spec)
+        self.pad = pad
+        names = [d.name for d in self.spec.dims]
+        if pad and pad[0] not in names:
+            raise SpecError("P001", f"Weight({spec!r}): pad names {pad[0]!r}, which is not a dim of it")
+
+    def ref(self) -> str:
+        current().frame.params[self.path] = self
+        return f"@{self.path}"
+
+
+class Linear(Param):
+    """A linear map "h -> n@tp*d | kv@tp:kv*d | ...": one output a segment, stored as one matrix [sum of outputs, input].
+
+    bias: None, or True for a bias placed like each output, or a spec for a pending one ("h +mlp", kept by the first rank).
+    dtype: of the outputs, default the stream's ("f32" for logits).
+    """
+
+    def __init__(self, map_: str, bias: bool | str | None = None, dtype: str = STREAM) -> None:
+        self.text, self.dtype = map_, dtype
+        self.inp, outs = parse_sides(map_)
+        self.segments = [Segment(out, self.inp) for out in outs]
+        self.bias: list[Spec] | None = None
+        if bias is True:
+            self.bias = [Spec(seg.out) for seg in self.segments]
+        elif bias:
+            self.bias = [parse_spec(bias)]
+            if len(self.segments) != 1:
+                raise SpecError("P001", f"Linear({map_!r}): a bias spec goes with one segment")
+
+    def __call__(self, x: Proxy) -> Any:
+        current().frame.params[self.path] = self
+        k = len(self.segments)
+        refs = [f"@{self.path}:{i}" for i in range(k)]
+        if self.bias:
+            refs += [f"@{self.path}.bias:{i}" for i in range(k)]
+        return apply(
+            "linear", [x, *refs], k, in_dims=tuple(d.name for d in self.inp), segments=k, bias=bool(self.bias), dtype=self.dtype
+        )
+
+
+class RMSNorm(Param):
+    """x * rsqrt(mean(x^2) + eps) * w over the last dim."""
+
+    def __init__(self, spec: str, eps: float) -> None:
+        self.spec, self.eps = parse_spec(spec), eps
+
+    def __call__(self, x: Proxy) -> Proxy:
+        current().frame.params[self.path] = self
+        return apply("rms_norm", [x, f"@{self.path}"], eps=self.eps)
+
+
+class Rope(Param):
+    """Rotary position embedding in halves (Su et al., 2104.09864). The table is computed at load from `parameters`
+    (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
+
+    def __init__(self, dim: int, positions: int, parameters: dict[str, Any]) -> None:
+        self.dim, self.positions, self.parameters = dim, positions, parameters
+
+    def __call__(self, q: Proxy, k: Proxy, pos: Proxy) -> tuple[Proxy, Proxy]:
+        current().frame.params[self.path] = self
+        return apply("rope", [q, pos, f"@{self.path}"]), apply("rope", [k, pos, f"@{self.path}"])
+
+
+class PagedAttention(Param):
+    """Causal attention of this step's tokens over their requests' pages; owns one KV cache of the full-attention group.
+
+    spec: "n@tp kv@tp:kv d", query heads, KV heads, head width. scale: default d ** -0.5.
+    """
+
+    def __init__(self, spec: str, scale: float) -> None:
+        dims = [parse_spec(word).dims[0] for word in spec.split()]  # dims of two tensors, so an axis may recur
+        if len(dims) != 3:
+            raise SpecError("P001", f"PagedAttention({spec!r}) takes three dims: query heads, KV heads, head width")
+        self.n, self.kv, self.d = dims
+        self.scale = scale
+
+    def __call__(self, q: Proxy, k: Proxy, v: Proxy, b: Any) -> Proxy:
+        current().frame.params[self.path] = self
+        ck, cv = f"@{self.path}:0", f"@{self.path}:1"
+        apply("append", [k, v, b.slot, ck, cv], 0)
+        return apply("attend", [q, ck, cv, b.pos, b.row, b.table], scale=self.scale)
+
+
+class SamplingState(Param):
+    """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias; a row a request slot."""
+
+
+def silu(x: Proxy) -> Proxy:
+    return apply("silu", [x])
+
+
+def lookup(w: Weight, ids: Proxy) -> Proxy:
+    """Rows of a table by id: [T] -> [T, h]."""
+    return apply("lookup", [ids, w.ref()], dtype=STREAM)
+
+
+def head(x: Proxy, w: Weight) -> Proxy:
+    """Logits x @ w^T in float32: [S, h], [v, h] -> [S, v]."""
+    inp = tuple(d.name for d in w.spec.dims[1:])
+    return apply("linear", [x, w.ref()], in_dims=inp, segments=1, bias=False, dtype="f32")
+
+
+def select_rows(x: Proxy, index: Proxy) -> Proxy:
+    """x[index], index into the rows of this home block."""
+    return apply("select_rows", [x, index])
+
+
+def place(x: Proxy, spec: str) -> Proxy:
+    """The author's claim inside a leaf that the value must stand so here; whatever that takes is inserted."""
+    return apply("place", [x], spec=spec)
+
+
+def export(name: str, x: Proxy, spec: str) -> None:
+    """Makes a value of the root module's own body a further result of the program, placed as `spec`."""
+    current().exports[name] = (x.name, parse_spec(spec))
+
+
+def temper(z: Proxy, params: Proxy) -> Proxy:
+    return apply("temper", [z, params])
+
+
+def add_gumbel(z: Proxy, params: Proxy) -> Proxy:
+    return apply("add_gumbel", [z, params])
+
+
+def argmax(z: Proxy) -> Proxy:
+    return apply("argmax", [z])
+
+
+def full_sample(z: Proxy, params: Proxy, state: SamplingState) -> Any:
+    current().frame.params[state.path] = state
+    refs = [f"@{state.path}:{i}" for i in range(3)]
+    return apply("sample", [z, params, *refs], 4)
