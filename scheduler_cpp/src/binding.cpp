@@ -1,0 +1,285 @@
+// tokenspeed._scheduler: the control plane for Python. Calls are serialised by a mutex that is taken with the GIL
+// released, so a planning step never stops the interpreter's other threads. A plan's arrays are views of the plan's own
+// memory and keep it alive; the scheduler does not reuse that memory before.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace py = pybind11;
+
+namespace tokenspeed {
+namespace {
+
+using TokenArray = py::array_t<Token, py::array::c_style>;  // int32 only: a lossy cast is refused, not made
+
+std::span<const Token> SpanOf(const TokenArray& array, const char* name) {
+  if (array.ndim() != 1)
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(array.ndim()) +
+                                " dimensions; a one-dimensional int32 array is needed");
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+// The scheduler behind its lock.
+class Guarded {
+ public:
+  explicit Guarded(Config config) : scheduler_(std::move(config)) {}
+
+  template <class F>
+  auto Call(F&& f) {
+    py::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    return f(scheduler_);
+  }
+  const Config& config() const noexcept { return scheduler_.config(); }
+
+ private:
+  std::mutex mutex_;
+  Scheduler scheduler_;
+};
+
+// `view(plan)` as a numpy array that keeps the Python plan alive. Read-only: the digest was taken.
+template <class T>
+py::array View(const py::object& plan, std::span<T> array, std::vector<py::ssize_t> shape) {
+  py::array_t<T> view(std::move(shape), array.data(), plan);
+  view.attr("flags").attr("writeable") = false;
+  return view;
+}
+
+template <class Member>
+auto ArrayOf(Member member) {
+  return [member](const py::object& self) {
+    const auto array = self.cast<const Plan&>().arrays().*member;
+    return View(self, array, {static_cast<py::ssize_t>(array.size())});
+  };
+}
+
+std::span<const std::byte> BytesOf(const py::buffer_info& info) {
+  return {static_cast<const std::byte*>(info.ptr), static_cast<std::size_t>(info.size * info.itemsize)};
+}
+
+py::buffer_info Contiguous(const py::buffer& buffer, bool writable) {
+  py::buffer_info info = buffer.request(writable);
+  py::ssize_t stride = info.itemsize;
+  for (py::ssize_t dim = info.ndim - 1; dim >= 0; --dim) {
+    if (info.shape[static_cast<std::size_t>(dim)] > 1 && info.strides[static_cast<std::size_t>(dim)] != stride)
+      throw std::invalid_argument("the buffer is not contiguous");
+    stride *= info.shape[static_cast<std::size_t>(dim)];
+  }
+  return info;
+}
+
+py::dict StatsDict(const Stats& s) {
+  using namespace py::literals;
+  return py::dict("running"_a = s.running, "waiting"_a = s.waiting, "leaving"_a = s.leaving,
+                  "in_flight"_a = s.in_flight, "kv_pages_total"_a = s.kv_pages_total,
+                  "kv_pages_free"_a = s.kv_pages_free, "kv_pages_cached"_a = s.kv_pages_cached,
+                  "kv_pages_evictable"_a = s.kv_pages_evictable, "queued_tokens"_a = s.queued_tokens,
+                  "prefix_query_tokens"_a = s.prefix_query_tokens, "prefix_hit_tokens"_a = s.prefix_hit_tokens,
+                  "retractions"_a = s.retractions, "evicted_pages"_a = s.evicted_pages, "steps"_a = s.steps,
+                  "step_tokens"_a = s.step_tokens);
+}
+
+py::dict InfoDict(const RequestInfo& info) {
+  using namespace py::literals;
+  return py::dict("id"_a = info.id, "state"_a = std::string(info.state), "computed_tokens"_a = info.computed_tokens,
+                  "total_tokens"_a = info.total_tokens, "output_tokens"_a = info.output_tokens, "pages"_a = info.pages,
+                  "group"_a = info.group, "in_flight"_a = info.in_flight);
+}
+
+void BindConfig(py::module_& module) {
+  using namespace py::literals;
+  const Config defaults;
+  py::class_<Config>(module, "Config", "Sizes and policy of a scheduler; a value that cannot work raises ValueError.")
+      .def(py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
+                       int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
+                       int max_in_flight, int decode_stall_tokens, int ageing_steps) {
+             Config config{page_size,           num_pages,
+                           max_requests,        std::move(token_buckets),
+                           max_seq_len,         dp,
+                           prefill_chunk,       prefix_cache,
+                           max_queued_requests, max_queued_tokens,
+                           max_in_flight,       decode_stall_tokens,
+                           ageing_steps};
+             config.Validate();
+             return config;
+           }),
+           py::kw_only(), "page_size"_a, "num_pages"_a, "max_requests"_a, "token_buckets"_a, "max_seq_len"_a,
+           "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
+           "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
+           "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
+           "ageing_steps"_a = defaults.ageing_steps)
+      .def_readonly("page_size", &Config::page_size)
+      .def_readonly("num_pages", &Config::num_pages)
+      .def_readonly("max_requests", &Config::max_requests)
+      .def_readonly("token_buckets", &Config::token_buckets)
+      .def_readonly("max_seq_len", &Config::max_seq_len)
+      .def_readonly("dp", &Config::dp)
+      .def_readonly("prefill_chunk", &Config::prefill_chunk)
+      .def_readonly("prefix_cache", &Config::prefix_cache)
+      .def_readonly("max_queued_requests", &Config::max_queued_requests)
+      .def_readonly("max_queued_tokens", &Config::max_queued_tokens)
+      .def_readonly("max_in_flight", &Config::max_in_flight)
+      .def_readonly("decode_stall_tokens", &Config::decode_stall_tokens)
+      .def_readonly("ageing_steps", &Config::ageing_steps);
+}
+
+void BindOutput(py::module_& module) {
+  py::class_<Output>(module, "Output", "One sampled token.")
+      .def_readonly("request_id", &Output::request_id)
+      .def_readonly("token", &Output::token)
+      .def_readonly("cached_tokens", &Output::cached_tokens)
+      .def_readonly("num_output", &Output::num_output)
+      .def_property_readonly("finish_reason",
+                             [](const Output& output) -> const char* {
+                               switch (output.finish_reason) {
+                                 case FinishReason::kStop:
+                                   return "stop";
+                                 case FinishReason::kLength:
+                                   return "length";
+                                 case FinishReason::kNone:
+                                   break;
+                               }
+                               return nullptr;
+                             })
+      .def("__repr__", [](const py::object& self) {
+        return py::str("Output(request_id={}, token={}, finish_reason={!r}, cached_tokens={}, num_output={})")
+            .format(self.attr("request_id"), self.attr("token"), self.attr("finish_reason"), self.attr("cached_tokens"),
+                    self.attr("num_output"));
+      });
+}
+
+void BindPlan(py::module_& module) {
+  py::class_<Plan>(module, "Plan", "One step's work as flat arrays; read-only views that keep the plan alive.")
+      .def_property_readonly("step", &Plan::step)
+      .def_property_readonly("dp", [](const Plan& plan) { return plan.shape().dp; })
+      .def_property_readonly("bucket", [](const Plan& plan) { return plan.shape().bucket; })
+      .def_property_readonly("rows", [](const Plan& plan) { return plan.shape().rows; })
+      .def_property_readonly("width", [](const Plan& plan) { return plan.shape().width; })
+      .def_property_readonly("digest", &Plan::digest)
+      .def_property_readonly("ids", ArrayOf(&PlanArrays::ids))
+      .def_property_readonly("pos", ArrayOf(&PlanArrays::pos))
+      .def_property_readonly("slot", ArrayOf(&PlanArrays::slot))
+      .def_property_readonly("row", ArrayOf(&PlanArrays::row))
+      .def_property_readonly("last", ArrayOf(&PlanArrays::last))
+      .def_property_readonly("request_ids", ArrayOf(&PlanArrays::request_ids))
+      .def_property_readonly("request_slots", ArrayOf(&PlanArrays::request_slots))
+      .def_property_readonly("out_pos", ArrayOf(&PlanArrays::out_pos))
+      .def_property_readonly("num_tokens", ArrayOf(&PlanArrays::num_tokens))
+      .def_property_readonly("num_rows", ArrayOf(&PlanArrays::num_rows))
+      .def_property_readonly("new_rows", ArrayOf(&PlanArrays::new_rows))
+      .def_property_readonly("table",
+                             [](const py::object& self) {
+                               const auto& plan = self.cast<const Plan&>();
+                               return View(self, plan.arrays().table,
+                                           {static_cast<py::ssize_t>(plan.shape().requests()), plan.shape().width});
+                             })
+      .def_property_readonly("packed_size", &Plan::packed_size)
+      .def("pack",
+           [](const Plan& plan) {
+             auto bytes = py::reinterpret_steal<py::bytes>(
+                 PyBytes_FromStringAndSize(nullptr, static_cast<py::ssize_t>(plan.packed_size())));
+             if (!bytes) throw py::error_already_set();
+             plan.Pack({reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr())), plan.packed_size()});
+             return bytes;
+           })
+      .def(
+          "pack_into",
+          [](const Plan& plan, const py::buffer& buffer) {
+            const py::buffer_info info = Contiguous(buffer, true);
+            plan.Pack({static_cast<std::byte*>(info.ptr), static_cast<std::size_t>(info.size * info.itemsize)});
+            return plan.packed_size();
+          },
+          py::arg("buffer"))
+      .def_static(
+          "unpack",
+          [](const py::buffer& buffer) {
+            const py::buffer_info info = Contiguous(buffer, false);
+            return Plan::Unpack(BytesOf(info));
+          },
+          py::arg("buffer"));
+}
+
+void BindScheduler(py::module_& module) {
+  using namespace py::literals;
+  py::class_<Guarded>(module, "Scheduler", "Decides what runs next and owns every KV page. Deterministic; thread safe.")
+      .def(py::init<Config>(), "config"_a)
+      .def_property_readonly("config", &Guarded::config)
+      .def(
+          "submit",
+          [](Guarded& self, RequestId request_id, const TokenArray& tokens, int max_new_tokens, int min_new_tokens,
+             std::vector<Token> stop_token_ids, int priority, const std::string& cache_salt) {
+            const auto span = SpanOf(tokens, "tokens");
+            self.Call([&](Scheduler& s) {
+              s.Submit(request_id, span, {max_new_tokens, min_new_tokens, std::move(stop_token_ids)}, priority,
+                       cache_salt);
+            });
+          },
+          "request_id"_a, "tokens"_a, "max_new_tokens"_a, py::kw_only(), "min_new_tokens"_a = 0,
+          "stop_token_ids"_a = std::vector<Token>(), "priority"_a = 0, "cache_salt"_a = py::bytes())
+      .def(
+          "abort", [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Abort(id); }); },
+          "request_id"_a)
+      .def(
+          "finish", [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Finish(id); }); },
+          "request_id"_a)
+      .def(
+          "retract", [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Retract(id); }); },
+          "request_id"_a)
+      .def("next_plan", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.NextPlan(); }); })
+      .def(
+          "advance",
+          [](Guarded& self, StepId step, const TokenArray& tokens) {
+            const auto span = SpanOf(tokens, "tokens");
+            return self.Call([&](Scheduler& s) {
+              std::vector<Output> outputs;
+              s.Advance(step, span, outputs);
+              return outputs;
+            });
+          },
+          "step"_a, "tokens"_a)
+      .def(
+          "fail", [](Guarded& self, StepId step) { self.Call([&](Scheduler& s) { s.Fail(step); }); }, "step"_a)
+      .def("flush_cache", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.FlushCache(); }); })
+      .def("stats", [](Guarded& self) { return StatsDict(self.Call([](Scheduler& s) { return s.stats(); })); })
+      .def("check", [](Guarded& self) { self.Call([](Scheduler& s) { s.Check(); }); })
+      .def("snapshot", [](Guarded& self) {
+        py::list list;
+        for (const RequestInfo& info : self.Call([](Scheduler& s) { return s.Snapshot(); }))
+          list.append(InfoDict(info));
+        return list;
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_scheduler, module) {
+  module.doc() = "The control plane: what runs next, and who owns each KV page.";
+  py::register_exception<QueueFull>(module, "QueueFull", PyExc_RuntimeError);
+  BindConfig(module);
+  BindOutput(module);
+  BindPlan(module);
+  BindScheduler(module);
+  module.def("states_markdown", &StatesMarkdown, "The documentation page of the event x state table.");
+  module.def(
+      "page_keys",
+      [](const TokenArray& tokens, int page_size, const std::string& cache_salt) {
+        if (page_size < 1) throw std::invalid_argument("page_size must be at least 1");
+        const TokenSequence sequence(SpanOf(tokens, "tokens"), page_size, RootKey({{KeyTag::kCacheSalt, cache_salt}}),
+                                     true);
+        std::vector<py::bytes> keys;
+        for (const PageKey& key : sequence.keys()) keys.emplace_back(reinterpret_cast<const char*>(&key), sizeof(key));
+        return keys;
+      },
+      py::arg("tokens"), py::arg("page_size"), py::arg("cache_salt") = py::bytes(),
+      "The 16-byte keys of the full pages of `tokens`, for routers and storage tiers.");
+  module.attr("PAGE_KEY_VERSION") = kPageKeyVersion;
+}
+
+}  // namespace tokenspeed

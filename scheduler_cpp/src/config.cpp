@@ -1,0 +1,53 @@
+#include "config.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace tokenspeed {
+namespace {
+
+void Require(bool holds, const std::string& message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+void AtLeast(const char* name, int value, int least) {
+  Require(value >= least,
+          std::string(name) + " is " + std::to_string(value) + "; it must be at least " + std::to_string(least));
+}
+
+}  // namespace
+
+int Config::BucketFor(int tokens) const noexcept {
+  return *std::lower_bound(token_buckets.begin(), token_buckets.end(), tokens);
+}
+
+void Config::Validate() const {
+  AtLeast("page_size", page_size, 1);
+  AtLeast("num_pages", num_pages, 1);
+  AtLeast("max_requests", max_requests, 1);
+  AtLeast("max_seq_len", max_seq_len, 2);
+  AtLeast("dp", dp, 1);
+  AtLeast("prefill_chunk", prefill_chunk, 0);
+  AtLeast("max_queued_requests", max_queued_requests, 0);
+  AtLeast("max_queued_tokens", max_queued_tokens, 0);
+  AtLeast("decode_stall_tokens", decode_stall_tokens, 0);
+  AtLeast("ageing_steps", ageing_steps, 1);
+  Require(max_in_flight == 1 || max_in_flight == 2,
+          "max_in_flight is " + std::to_string(max_in_flight) + "; it must be 1 (synchronous) or 2 (overlapped)");
+  Require(!token_buckets.empty(), "token_buckets is empty; give at least one size");
+  AtLeast("token_buckets[0]", token_buckets.front(), 1);
+  for (std::size_t i = 1; i < token_buckets.size(); ++i)
+    Require(token_buckets[i - 1] < token_buckets[i], "token_buckets must ascend; " + std::to_string(token_buckets[i]) +
+                                                         " follows " + std::to_string(token_buckets[i - 1]));
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  Require(static_cast<std::int64_t>(num_pages) * page_size <= kMax,
+          "num_pages * page_size is " + std::to_string(static_cast<std::int64_t>(num_pages) * page_size) +
+              "; KV slots are 32-bit, so it must stay below 2^31: use fewer pages");
+  Require(static_cast<std::int64_t>(dp) * budget() <= kMax && static_cast<std::int64_t>(dp) * max_requests <= kMax,
+          "dp times the largest bucket (or max_requests) must stay below 2^31");
+}
+
+}  // namespace tokenspeed

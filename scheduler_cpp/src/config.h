@@ -1,0 +1,36 @@
+// What a scheduler is built from. A value that cannot work is refused at construction, with the field named; no field
+// is accepted without effect.
+#pragma once
+
+#include <vector>
+
+namespace tokenspeed {
+
+struct Config {
+  int page_size = 0;               // tokens a page
+  int num_pages = 0;               // pages a home group
+  int max_requests = 0;            // request slots, and rows at most, a home group
+  std::vector<int> token_buckets;  // token rows a home group, ascending; the largest is a step's budget
+  int max_seq_len = 0;             // prompt + output at most, in tokens
+  int dp = 1;                      // home groups
+  int prefill_chunk = 0;           // prefill tokens of one request in one step; 0: the budget
+  bool prefix_cache = true;
+  int max_queued_requests = 0;  // waiting requests at most; 0: unbounded
+  int max_queued_tokens = 0;    // their prompt tokens at most; 0: unbounded
+  int max_in_flight = 1;        // plans handed out and not returned: 1, or 2 to overlap
+  int decode_stall_tokens = 0;  // prefill tokens in a step that also decodes; 0: the budget
+  int ageing_steps = 256;       // waiting so many steps weighs as much as one priority class
+
+  int budget() const noexcept { return token_buckets.back(); }
+  int chunk() const noexcept { return prefill_chunk == 0 ? budget() : prefill_chunk; }
+  int stall() const noexcept { return decode_stall_tokens == 0 ? budget() : decode_stall_tokens; }
+  // Requests that a home group runs at once: each gets at least one token in every step.
+  int max_running() const noexcept { return max_requests < budget() ? max_requests : budget(); }
+  // The smallest bucket that holds `tokens` (at most the budget).
+  int BucketFor(int tokens) const noexcept;
+
+  // Throws std::invalid_argument.
+  void Validate() const;
+};
+
+}  // namespace tokenspeed

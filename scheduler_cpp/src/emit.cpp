@@ -1,0 +1,111 @@
+// The chosen requests as arrays. Rows keep their place from plan to plan as far as they can, so that a table row is
+// extended in place; once the memory is there nothing can fail, and the events that record the plan are sent last.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "scheduler.h"
+
+namespace tokenspeed {
+
+Plan Scheduler::Emit() {
+  int tokens = 0;
+  for (auto& group : groups_) tokens = std::max(tokens, config_.budget() - group->tokens_left);
+  const int bucket = config_.BucketFor(tokens);
+  const PlanShape shape{config_.dp, bucket, std::min(bucket, config_.max_requests), TableWidth()};
+  const std::shared_ptr<PlanBuffer> buffer = plans_.Acquire(shape.width);
+  InFlight& record = flights_[static_cast<std::size_t>(oldest_flight_ + flights_out_) % flights_.size()];
+  record.chosen.assign(shape.requests(), {});
+  row_digests_.assign(shape.requests(), 0);
+  // Nothing below can fail.
+  Plan plan(buffer, next_step_, shape);
+  for (std::size_t g = 0; g < groups_.size(); ++g) EmitGroup(g, *buffer, shape, plan.arrays(), record);
+  plan.Seal(row_digests_);
+  record.step = next_step_++;
+  ++flights_out_;
+  return plan;
+}
+
+// Columns of the table: what this step needs, rounded up so that it changes seldom (in steps of an eighth), and given
+// back only when half of it would do. Depends on the requests alone, never on which buffers are in use.
+int Scheduler::TableWidth() noexcept {
+  unsigned needed = 1;
+  for (const auto& group : groups_)
+    for (const Chosen& chosen : group->chosen)
+      needed = std::max(needed, static_cast<unsigned>(RunOf(chosen.request->state)->kv.pages()));
+  const unsigned grain = std::max(8U, std::bit_floor(needed) / 8);
+  const int rounded = static_cast<int>((needed + grain - 1) / grain * grain);
+  const int target = std::min(rounded, PagesFor(config_.max_seq_len, config_.page_size));
+  if (target > width_ || 2 * target <= width_) width_ = target;
+  return width_;
+}
+
+// Orders the group's chosen requests by row: those that had a row below the count keep it, the others fill the gaps.
+void Scheduler::Arrange(HomeGroup& group) noexcept {
+  auto& arranged = group.arranged;
+  const auto count = group.chosen.size();
+  arranged.assign(count, {});
+  for (const Chosen& chosen : group.chosen) {
+    const auto row = static_cast<std::size_t>(chosen.request->row);
+    if (row < count && group.rows[row] == chosen.request) arranged[row] = chosen;  // row -1 wraps to a huge value
+  }
+  std::size_t gap = 0;
+  for (const Chosen& chosen : group.chosen) {
+    const auto row = static_cast<std::size_t>(chosen.request->row);
+    if (row < count && arranged[row].request == chosen.request) continue;
+    while (arranged[gap].request != nullptr) ++gap;
+    arranged[gap] = chosen;
+    chosen.request->row = static_cast<int>(gap);
+  }
+  for (std::size_t row = 0; row < count; ++row) group.rows[row] = arranged[row].request;
+}
+
+void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape& shape, const PlanArrays& arrays,
+                          InFlight& record) noexcept {
+  HomeGroup& group = *groups_[index];
+  Arrange(group);
+  const std::size_t row_base = index * static_cast<std::size_t>(shape.rows);
+  const std::size_t token_base = index * static_cast<std::size_t>(shape.bucket);
+  const std::size_t rows = group.arranged.size();
+  std::size_t token = token_base;
+  for (std::size_t i = 0; i < rows; ++i) {
+    const Chosen& chosen = group.arranged[i];
+    Request& request = *chosen.request;
+    const Run& run = *RunOf(request.state);
+    const std::size_t row = row_base + i;
+    for (int pos = run.planned; pos < run.planned + chosen.tokens; ++pos, ++token) {
+      arrays.ids[token] = pos < run.tokens.size() ? run.tokens[pos] : -(run.slot.index() + 1);
+      arrays.pos[token] = pos;
+      arrays.slot[token] = run.kv.table()[static_cast<std::size_t>(pos / config_.page_size)] * config_.page_size +
+                           pos % config_.page_size;
+      arrays.row[token] = static_cast<std::int32_t>(i);
+    }
+    arrays.request_ids[row] = request.id;
+    arrays.request_slots[row] = run.slot.index();
+    arrays.last[row] = chosen.samples ? static_cast<std::int32_t>(token - token_base) - 1 : -1;
+    arrays.out_pos[row] = chosen.samples ? run.planned + chosen.tokens : -1;
+    arrays.new_rows[row] = run.fresh;
+    buffer.WriteRow(row, run.kv.content(), run.kv.table());
+    row_digests_[row] = run.kv.digest();
+    record.chosen[row] = chosen;
+    Send(request, event::Schedule{chosen.tokens, chosen.samples});
+  }
+  arrays.num_rows[index] = static_cast<std::int32_t>(rows);
+  arrays.num_tokens[index] = static_cast<std::int32_t>(token - token_base);
+  step_tokens_ += static_cast<std::int64_t>(token - token_base);
+
+  auto fill = [](auto array, std::size_t from, std::size_t to, int value) {
+    std::fill(array.begin() + static_cast<std::ptrdiff_t>(from), array.begin() + static_cast<std::ptrdiff_t>(to),
+              value);
+  };
+  const std::size_t token_end = token_base + static_cast<std::size_t>(shape.bucket);
+  fill(arrays.ids, token, token_end, 0);
+  for (auto array : {arrays.pos, arrays.slot, arrays.row}) fill(array, token, token_end, -1);
+  const std::size_t first_hole = row_base + rows, row_end = row_base + static_cast<std::size_t>(shape.rows);
+  fill(arrays.request_ids, first_hole, row_end, -1);
+  for (auto array : {arrays.last, arrays.request_slots, arrays.out_pos}) fill(array, first_hole, row_end, -1);
+  fill(arrays.new_rows, first_hole, row_end, 0);
+  for (std::size_t row = first_hole; row < row_end; ++row) buffer.ClearRow(row);
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,187 @@
+// What runs next. Within a home group: first every decoding request, oldest first, one token each; then the prefills
+// under way, oldest first; then waiting requests in order, as far as tokens, slots and pages go.
+//
+// Why nothing waits for ever: the oldest running request always gets its page (newer ones are retracted for it, and
+// submission refused what the pool cannot hold); a waiting request that finds no room stops the admission of all newer
+// ones, so what runs ends and makes room; it is admitted only with room for its whole prefill and one page for each
+// running request, so it does not push anyone out at once, nor is it pushed out.
+#include <algorithm>
+#include <utility>
+
+#include "scheduler.h"
+
+namespace tokenspeed {
+namespace {
+
+// Whether the request's next token row is a decode step: its last token is known and alone without KV, or is about to
+// be sampled by a step in flight and does not end the output by its number.
+bool WantsDecode(const Request& request, const Run& run) noexcept {
+  const int unplanned = run.tokens.size() - run.planned;
+  if (unplanned == 0) return run.pending > 0 && run.tokens.outputs() + run.pending < request.limits.max_new_tokens;
+  return unplanned == 1 && !std::holds_alternative<Prefilling>(request.state);
+}
+
+}  // namespace
+
+std::optional<Plan> Scheduler::NextPlan() {
+  if (flights_out_ == config_.max_in_flight) return std::nullopt;
+  bool any = false;
+  for (auto& group : groups_) {
+    group->cache.Tick();
+    group->chosen.clear();
+    group->tokens_left = config_.budget();
+    group->open = true;
+    ChooseDecodes(*group);
+    group->prefill_left = group->chosen.empty() ? config_.budget() : config_.stall();
+    ChoosePrefills(*group);
+  }
+  AdmitWaiting();
+  for (const auto& group : groups_) any |= !group->chosen.empty();
+  if (!any) return std::nullopt;
+  return Emit();
+}
+
+void Scheduler::ChooseDecodes(HomeGroup& group) noexcept {
+  // By index: making room takes the newest requests off the end of the list.
+  for (std::size_t i = 0; i < group.running.size(); ++i) {
+    Request& request = *group.running[i];
+    if (!WantsDecode(request, *RunOf(request.state)) || !MakeRoom(group, request)) continue;
+    group.chosen.push_back({&request, 1, true});
+    --group.tokens_left;
+  }
+}
+
+bool Scheduler::MakeRoom(HomeGroup& group, Request& request) noexcept {
+  Run& run = *RunOf(request.state);
+  if (run.planned / config_.page_size < run.kv.pages()) return true;
+  while (group.available() == 0) {
+    group.open = false;  // what becomes free belongs to those that run
+    // Pages of a request on its way out come back with the step in flight: retract no more than needed.
+    if (group.leaving > 0) return false;
+    Request& newest = *group.running.back();
+    Send(newest, event::Retract{});
+    if (&newest == &request) return false;
+  }
+  run.kv.Append(group.TakePage());
+  return true;
+}
+
+void Scheduler::ChoosePrefills(HomeGroup& group) noexcept {
+  for (Request* request : group.running)
+    if (std::holds_alternative<Prefilling>(request->state)) ChoosePrefill(group, *request);
+}
+
+void Scheduler::ChoosePrefill(HomeGroup& group, Request& request) noexcept {
+  const Run& run = *RunOf(request.state);
+  const int unplanned = run.tokens.size() - run.planned;
+  const int tokens = std::min({unplanned, config_.chunk(), group.tokens_left, group.prefill_left});
+  if (tokens == 0) return;
+  group.chosen.push_back({&request, tokens, tokens == unplanned});
+  group.tokens_left -= tokens;
+  group.prefill_left -= tokens;
+}
+
+void Scheduler::AdmitWaiting() {
+  int skipped = 0;
+  for (auto at = waiting_.begin(); at != waiting_.end() && skipped < config_.max_requests;) {
+    Request& request = *at->second;
+    ++at;  // admission takes the entry out of the queue
+    bool any_open = false;
+    HomeGroup* best = nullptr;
+    int best_index = 0;
+    const bool wait = ComputedElsewhere(request);
+    for (int g = 0; g < config_.dp; ++g) {
+      HomeGroup& group = *groups_[static_cast<std::size_t>(g)];
+      group.open = group.open && group.slots.free() > 0 && group.tokens_left > 0 && group.prefill_left > 0 &&
+                   static_cast<int>(group.running.size()) < config_.max_running();
+      any_open |= group.open;
+      if (wait || !group.open || (request.admitted_before() && request.group != g)) continue;
+      if (!Fits(group, request)) continue;
+      // The longest cached prefix, then the fewest requests, then the lowest index.
+      if (best == nullptr || path_.size() > best_path_.size() ||
+          (path_.size() == best_path_.size() && group.running.size() < best->running.size())) {
+        best = &group;
+        best_index = g;
+        std::swap(path_, best_path_);
+      }
+    }
+    if (!any_open) return;
+    if (wait) {
+      ++skipped;
+    } else if (best != nullptr) {
+      Admit(*best, best_index, request);
+    } else {
+      // No newer request may take the room that this one waits for.
+      for (int g = 0; g < config_.dp; ++g)
+        if (!request.admitted_before() || request.group == g) groups_[static_cast<std::size_t>(g)]->open = false;
+    }
+  }
+}
+
+// Whether a running prefill is about to compute the very page that this request would compute first: waiting for it is
+// cheaper than computing it twice. A key stands for the whole prefix, so one comparison a prefill decides.
+bool Scheduler::ComputedElsewhere(const Request& request) const noexcept {
+  if (!config_.prefix_cache) return false;
+  const TokenSequence& wanted = *TokensOf(request.state);
+  for (int g = 0; g < config_.dp; ++g) {
+    if (request.admitted_before() && request.group != g) continue;
+    for (const Request* other : groups_[static_cast<std::size_t>(g)]->running) {
+      const auto* prefill = std::get_if<Prefilling>(&other->state);
+      if (prefill == nullptr) continue;
+      const auto next = static_cast<std::size_t>(prefill->run.kv.committed());
+      const auto keys = prefill->run.tokens.keys();
+      if (next < keys.size() && next < static_cast<std::size_t>(wanted.reusable_pages()) &&
+          keys[next] == wanted.keys()[next])
+        return true;
+    }
+  }
+  return false;
+}
+
+// Read-only probe: the pages that admission would draw against the pages that can be drawn. On success `path_` holds
+// the cached prefix.
+bool Scheduler::Fits(HomeGroup& group, const Request& request) {
+  const TokenSequence& tokens = *TokensOf(request.state);
+  const auto reusable = config_.prefix_cache ? tokens.keys().first(static_cast<std::size_t>(tokens.reusable_pages()))
+                                             : std::span<const PageKey>();
+  const HomeGroup::Blocked& seen = group.blocked;
+  if (seen.sequence == request.order.sequence && seen.epoch == group.epoch && group.available() <= seen.available) {
+    const auto next = static_cast<std::size_t>(seen.matched);
+    if (next >= reusable.size() ||
+        group.cache.FindChild(seen.last, reusable[next], tokens.page(seen.matched)) == kNoPage)
+      return false;
+  }
+  group.cache.Match(reusable, tokens.ids(), path_);
+  const int matched = static_cast<int>(path_.size());
+  const int headroom = static_cast<int>(group.running.size());  // each may need a page for its next token
+  const int drawn = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
+  if (drawn + headroom <= group.available()) return true;
+  group.blocked = {request.order.sequence, group.epoch, group.available(), matched,
+                   path_.empty() ? kNoPage : path_.back()};
+  return false;
+}
+
+// Pages for all known tokens and the next one, except where that one is the last and needs no KV.
+int Scheduler::PagesAtAdmission(const Request& request) const noexcept {
+  return PagesFor(std::min(TokensOf(request.state)->size() + 1, request.total - 1), config_.page_size);
+}
+
+void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
+  const int pages = PagesAtAdmission(request);
+  TokensOf(request.state)->Reserve(request.total);
+  Residency kv(group.pool, group.cache, content_ids_, best_path_, PagesFor(request.total, config_.page_size));
+  // Nothing below can fail.
+  while (kv.pages() < pages) kv.Append(group.TakePage());
+  const int reused = static_cast<int>(best_path_.size()) * config_.page_size;
+  if (!request.admitted_before()) {
+    LeaveQueue(request);
+    request.group = index;
+    request.cached_tokens = reused;
+    prefix_query_tokens_ += request.prompt();
+    prefix_hit_tokens_ += reused;
+  }
+  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused});
+  ChoosePrefill(group, request);
+}
+
+}  // namespace tokenspeed

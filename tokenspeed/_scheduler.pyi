@@ -1,0 +1,236 @@
+"""The control plane (C++, scheduler_cpp/): what runs next, and who owns each KV page."""
+
+from collections.abc import Buffer, Sequence
+from typing import Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+PAGE_KEY_VERSION: int
+
+class QueueFull(RuntimeError):
+    """The bounded queue cannot take the request now; trying again later can succeed."""
+
+class Stats(TypedDict):
+    running: int
+    waiting: int
+    leaving: int  # ended or retracted, held by a step in flight
+    in_flight: int  # plans out
+    kv_pages_total: int
+    kv_pages_free: int
+    kv_pages_cached: int  # in the prefix tree
+    kv_pages_evictable: int  # of those, used by nobody
+    queued_tokens: int  # prompt tokens of requests never admitted
+    prefix_query_tokens: int  # totals since construction from here on
+    prefix_hit_tokens: int
+    retractions: int
+    evicted_pages: int
+    steps: int
+    step_tokens: int
+
+class RequestInfo(TypedDict):
+    id: int
+    state: str
+    computed_tokens: int
+    total_tokens: int
+    output_tokens: int
+    pages: int
+    group: int  # -1: not admitted yet
+    in_flight: int
+
+class Config:
+    """Sizes and policy. ValueError names a field that cannot work."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        num_pages: int,
+        max_requests: int,
+        token_buckets: Sequence[int],
+        max_seq_len: int,
+        dp: int = 1,
+        prefill_chunk: int = 0,
+        prefix_cache: bool = True,
+        max_queued_requests: int = 0,
+        max_queued_tokens: int = 0,
+        max_in_flight: int = 1,
+        decode_stall_tokens: int = 0,
+        ageing_steps: int = 256,
+    ) -> None: ...
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+    @property
+    def num_pages(self) -> int:
+        """Pages a home group."""
+    @property
+    def max_requests(self) -> int:
+        """Request slots, and rows at most, a home group."""
+    @property
+    def token_buckets(self) -> list[int]:
+        """Token rows a home group, ascending; the largest is the budget of a step."""
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt + output at most, in tokens."""
+    @property
+    def dp(self) -> int:
+        """Home groups."""
+    @property
+    def prefill_chunk(self) -> int:
+        """Prefill tokens of one request in one step; 0: the budget."""
+    @property
+    def prefix_cache(self) -> bool: ...
+    @property
+    def max_queued_requests(self) -> int:
+        """Requests that may wait for their first admission; 0: unbounded."""
+    @property
+    def max_queued_tokens(self) -> int:
+        """Their prompt tokens; 0: unbounded. An empty queue takes any one request."""
+    @property
+    def max_in_flight(self) -> int:
+        """Plans handed out and not returned: 1, or 2 to overlap."""
+    @property
+    def decode_stall_tokens(self) -> int:
+        """Prefill tokens in a step that also decodes; 0: the budget."""
+    @property
+    def ageing_steps(self) -> int:
+        """Waiting so many steps weighs as much as one priority class."""
+
+class Output:
+    """One sampled token."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None: ...
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache at the first admission."""
+    @property
+    def num_output(self) -> int:
+        """Tokens sampled so far, this one included."""
+
+class Plan:
+    """One step's work. Arrays are read-only views that keep the plan alive.
+
+    `t` = bucket token rows and `s` = rows request rows a home group; row indices count within the home group. The
+    tokens of a request row are adjacent and in order; valid rows come first.
+    """
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def bucket(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def digest(self) -> int:
+        """64 bits over the header and all arrays."""
+    @property
+    def ids(self) -> Int32Array:
+        """[dp*t] token id; -(request slot + 1): the token last sampled for that slot; 0: hole."""
+    @property
+    def pos(self) -> Int32Array:
+        """[dp*t] position in the sequence; -1: hole."""
+    @property
+    def slot(self) -> Int32Array:
+        """[dp*t] KV slot, page * page_size + offset; -1: hole."""
+    @property
+    def row(self) -> Int32Array:
+        """[dp*t] request row; -1: hole."""
+    @property
+    def last(self) -> Int32Array:
+        """[dp*s] token row whose output samples the next token; -1: none."""
+    @property
+    def table(self) -> Int32Array:
+        """[dp*s, width] page ids; -1: none."""
+    @property
+    def request_ids(self) -> NDArray[np.int64]:
+        """[dp*s] -1: hole."""
+    @property
+    def request_slots(self) -> Int32Array:
+        """[dp*s] slot of the request's sampling state, stable while it runs; -1: hole."""
+    @property
+    def num_tokens(self) -> Int32Array:
+        """[dp] valid token rows."""
+    @property
+    def num_rows(self) -> Int32Array:
+        """[dp] valid request rows."""
+    @property
+    def new_rows(self) -> NDArray[np.uint8]:
+        """[dp*s] 1: admitted with this plan, so the slot's sampling state must be reset."""
+    @property
+    def out_pos(self) -> Int32Array:
+        """[dp*s] position of the token that is sampled; -1: none."""
+    @property
+    def packed_size(self) -> int:
+        """Bytes of the packed form."""
+    def pack(self) -> bytes: ...
+    def pack_into(self, buffer: Buffer) -> int:
+        """Writes the packed form to a writable contiguous buffer; the bytes written. ValueError: too small."""
+    @staticmethod
+    def unpack(buffer: Buffer) -> Plan:
+        """A copy of a packed plan; trailing bytes are allowed. ValueError: not a plan, truncated, or changed."""
+
+class Scheduler:
+    """Decides what runs next and owns every KV page. Deterministic: the same calls give the same plans."""
+
+    def __init__(self, config: Config) -> None: ...
+    @property
+    def config(self) -> Config: ...
+    def submit(
+        self,
+        request_id: int,
+        tokens: Int32Array,
+        max_new_tokens: int,
+        *,
+        min_new_tokens: int = 0,
+        stop_token_ids: Sequence[int] = ...,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> None:
+        """Queues a request. Of two priorities the lower goes first.
+
+        ValueError: empty prompt, id in use, longer than max_seq_len, or more pages than the pool has. QueueFull: the
+        bounded queue is full. Nothing has changed then.
+        """
+    def abort(self, request_id: int) -> bool:
+        """Ends a request and gives back all it holds, at once or when the step in flight returns.
+
+        True if this call ended it; False for ids that are unknown or have ended.
+        """
+    def finish(self, request_id: int) -> bool:
+        """Ends a request as a stop token does: its full pages stay cached. Returns as `abort` does."""
+    def retract(self, request_id: int) -> bool:
+        """Sends a running request back to wait; it will recompute. False if it does not run."""
+    def next_plan(self) -> Plan | None:
+        """The next step; None when nothing can run now or max_in_flight plans are out."""
+    def advance(self, step: int, tokens: Int32Array) -> list[Output]:
+        """The oldest step in flight returned `tokens` [dp*s]; entries whose `last` is -1 are not read.
+
+        ValueError, nothing changed: another step, the wrong length, or a negative token.
+        """
+    def fail(self, step: int) -> None:
+        """The oldest step in flight failed: its requests wait again, without what the step would have given."""
+    def stats(self) -> Stats: ...
+    def check(self) -> None:
+        """RuntimeError naming the first broken invariant. O(pages + tokens)."""
+    def snapshot(self) -> list[RequestInfo]:
+        """Every live request, in the order of service."""
+    def flush_cache(self) -> int:
+        """Evicts every cached page that nobody uses; the number of pages."""
+
+def states_markdown() -> str:
+    """The documentation page of the event x state table."""
+
+def page_keys(tokens: Int32Array, page_size: int, cache_salt: bytes = b"") -> list[bytes]:
+    """The 16-byte keys of the full pages of `tokens`, for routers and storage tiers."""
