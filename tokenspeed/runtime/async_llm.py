@@ -114,18 +114,18 @@ class AsyncLLM:
         try:
             self._ready = await self._client.start()
         except BaseException:
-            await self._client.close()
+            await self._client.close(force=True)
             raise
         self._pump_task = asyncio.create_task(self._pump(self._client), name="tokenspeed-pump")
         return self._ready
 
-    async def close(self) -> None:
-        """Abort what runs, shut the core down. Idempotent."""
+    async def close(self, *, force: bool = False) -> None:
+        """Abort what runs, shut the core down (`force`: without waiting for it). Idempotent."""
         self.abort_all()
         if self._pump_task is not None:
             self._pump_task.cancel()
         if self._client is not None:
-            await self._client.close()
+            await self._client.close(force=force)
         self._ready = None
         self._fail_calls("the engine is closed")
 

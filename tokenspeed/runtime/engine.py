@@ -34,7 +34,18 @@ class Engine:
     """
 
     def __init__(self, model: str, *, target: CoreEntry | None = None, **engine_options: Any) -> None:
-        self.config = options.load(EngineConfig, {"model": model, **engine_options})
+        self._open(options.load(EngineConfig, {"model": model, **engine_options}), target)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, target: CoreEntry | None = None) -> Engine:
+        """An engine of options that are together already."""
+        engine = cls.__new__(cls)
+        engine._open(config, target)
+        return engine
+
+    def _open(self, config: EngineConfig, target: CoreEntry | None) -> None:
+        """`target` replaces the engine core's entry (tests)."""
+        self.config = config
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokenspeed-engine", daemon=True)
         self._thread.start()

@@ -85,8 +85,8 @@ class Tokenizer:
 
     @cached_property
     def names(self) -> list[str]:
-        """The text of each id alone, U+FFFD for a part of a character: how log-probabilities name a token."""
-        return [raw.decode("utf-8", "replace") for raw in self.token_bytes]
+        r"""How log-probabilities name each id: its text, or `bytes:\xe2\x80` for a part of a character."""
+        return [_name(raw) for raw in self.token_bytes]
 
     def save(self, directory: Path) -> None:
         """Write it in the Hugging Face layout, so that `from_directory` gives an equal one."""
@@ -211,6 +211,13 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _content(value: Any) -> str | None:

@@ -61,8 +61,8 @@ class CoreClient(Protocol):
         """The next message; `Died` once, as the last one, when the core is gone."""
         ...
 
-    async def close(self) -> None:
-        """Shut the core down and wait for it, by force after a time-out. Idempotent."""
+    async def close(self, *, force: bool = False) -> None:
+        """Shut the core down and wait for it; by force after a time-out, or at once. Idempotent."""
         ...
 
 
@@ -171,11 +171,12 @@ class InprocClient:
     async def recv(self) -> ToFront:
         return await self._mailbox.get()
 
-    async def close(self) -> None:
+    async def close(self, *, force: bool = False) -> None:
         if self._thread is None or self._closing:
             return
         self._closing = True
         self.send(Control(SHUTDOWN_CALL, "shutdown"))
-        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT)
+        timeout = 0.0 if force else CLOSE_TIMEOUT
+        await asyncio.to_thread(self._thread.join, timeout)
         if self._thread.is_alive():
-            log.error("the engine core did not end within %g s; its thread is left behind", CLOSE_TIMEOUT)
+            log.warning("the engine core did not end within %g s; its thread is left behind", timeout)

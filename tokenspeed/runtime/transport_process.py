@@ -104,7 +104,7 @@ class ProcessClient:
         try:
             return await first_message(self._mailbox)
         except BaseException:
-            await self.close()
+            await self.close(force=True)
             raise
 
     def _read(self) -> None:
@@ -131,20 +131,21 @@ class ProcessClient:
     async def recv(self) -> ToFront:
         return await self._mailbox.get()
 
-    async def close(self) -> None:
+    async def close(self, *, force: bool = False) -> None:
         if self._process is None or self._closing:
             return
         self.send(Control(SHUTDOWN_CALL, "shutdown"))
         self._closing = True
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._end, force)
 
-    def _end(self) -> None:
+    def _end(self, force: bool) -> None:
         assert self._process is not None and self._process.stdin is not None
         try:
-            self._process.wait(CLOSE_TIMEOUT)
+            self._process.wait(0 if force else CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
-            log.error("the engine core did not end within %g s: killed", CLOSE_TIMEOUT)
-            os.killpg(self._process.pid, signal.SIGKILL)
+            if not force:
+                log.warning("the engine core did not end within %g s: killed", CLOSE_TIMEOUT)
+            self._process.kill()  # and the reader kills its group
             self._process.wait()
         self._reader.join()
         with contextlib.suppress(BrokenPipeError):  # a configuration that the child never read

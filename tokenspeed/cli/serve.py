@@ -1,0 +1,70 @@
+"""`tokenspeed serve MODEL`: the HTTP server, with a summary of what was started."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed.runtime import options
+from tokenspeed.runtime.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tokenspeed.runtime.messages import Ready
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of both tables."""
+    options.add_arguments(parser, EngineConfig)
+    options.add_arguments(parser, ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; 0, or 1 when the engine core died."""
+    engine = options.from_args(EngineConfig, args)
+    server = options.from_args(ServerConfig, args)
+
+    from rich.console import Console
+
+    from tokenspeed.runtime.logs import configure_logging
+    from tokenspeed.runtime.server.serve import serve
+
+    configure_logging(engine.log_level)
+    console = Console(stderr=True)
+
+    def on_listen(url: str) -> None:
+        console.print(f"loading [bold]{engine.model}[/] (listening on {url}, /health is 503 until it is ready)")
+
+    def on_ready(ready: Ready, url: str) -> None:
+        console.print(_summary(engine, ready, url))
+
+    return _run_loop(serve(engine, server, on_listen=on_listen, on_ready=on_ready))
+
+
+def _run_loop(work: Coroutine[Any, Any, int]) -> int:
+    """On uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def _summary(engine: EngineConfig, ready: Ready, url: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title="TokenSpeed is ready", title_justify="left", show_header=False)
+    rows = {
+        "URL": f"{url}/v1",
+        "model": engine.model,
+        "context": f"{ready.max_model_len:,} tokens",
+        "KV cache": f"{ready.kv_tokens:,} tokens",
+        "vocabulary": f"{ready.vocab_size:,}",
+        **ready.summary,
+    }
+    for name, value in rows.items():
+        table.add_row(str(name), str(value))
+    return table

@@ -1,0 +1,154 @@
+"""POST /v1/completions: texts or token ids in, one choice for each prompt and each of n; echo and log-probabilities.
+
+Choice numbers run over the prompts: prompt p's choice i is p * n + i.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenspeed.runtime.async_llm import AsyncLLM
+from tokenspeed.runtime.errors import GenerationError
+from tokenspeed.runtime.messages import TokenLogprob
+from tokenspeed.runtime.outputs import Completion, OutputDelta
+from tokenspeed.runtime.request_stream import RequestStream
+from tokenspeed.runtime.sampling_params import SamplingParams
+from tokenspeed.runtime.scoring import prompt_logprobs
+from tokenspeed.runtime.server.errors import error_object
+from tokenspeed.runtime.server.protocol import CompletionRequest
+from tokenspeed.runtime.server.render import completion_logprobs, token_name, token_pieces, usage_object
+from tokenspeed.runtime.server.sse import DONE, EventStream, close_all, event, merge, until_disconnect
+from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
+
+
+@dataclass(slots=True)
+class _Echo:
+    """A prompt as it is given back in front of its choices; empty where echo is off."""
+
+    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+
+async def completions(llm: AsyncLLM, model: str, body: CompletionRequest, request: Request) -> Response:
+    """The response. Raises EngineError before anything is sent."""
+    body.check_fields()
+    params = body.sampling()
+    streams: list[RequestStream] = []
+    try:
+        for prompt in body.prompts():
+            salt = body.cache_salt or ""
+            streams.append(await llm.submit(prompt, params, priority=body.priority, cache_salt=salt))
+    except BaseException:
+        close_all(streams)
+        raise
+    answer = _Answer(llm, model, body, params, streams)
+    if body.stream:
+        return EventStream(answer.events(), lambda: close_all(streams))
+    whole = await until_disconnect(request, answer.whole(), lambda: close_all(streams))
+    return CLIENT_GONE if whole is None else json_response(whole)
+
+
+class _Answer:
+    """One answer over all prompts, whole or as events."""
+
+    def __init__(
+        self, llm: AsyncLLM, model: str, body: CompletionRequest, params: SamplingParams, streams: list[RequestStream]
+    ) -> None:
+        self._llm = llm
+        self._body = body
+        self._params = params
+        self._streams = streams
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """text_completion."""
+        choices: list[dict[str, Any]] = []
+        outputs = [await stream.collect() for stream in self._streams]
+        for stream, output in zip(self._streams, outputs):
+            echo = await self._echo(stream)
+            for done in output.choices:
+                choices.append(self._choice(len(choices), done, echo, 0))
+        return {**self._head, "choices": choices, "usage": usage_object([output.usage for output in outputs])}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """text_completion events, the last one [DONE]; a fault ends the stream with an error event."""
+        try:
+            async for chunk in self._events():
+                yield chunk
+        except GenerationError as fault:
+            yield event(error_object(500, fault.message))
+            return
+        yield DONE
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        sent: dict[int, int] = {}  # choice -> characters of its pieces so far
+        count = self._params.n
+        if self._body.echo:
+            for at, stream in enumerate(self._streams):
+                echo = await self._echo(stream)
+                for index in range(at * count, (at + 1) * count):
+                    sent[index] = len(echo.text)
+                    yield self._event(self._choice(index, Completion(), echo, 0))
+        async for at, delta in merge(self._streams):
+            if delta.finish_reason == "error":
+                raise GenerationError(delta.error or "the engine core failed on this request")
+            index = at * count + delta.index
+            if delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids:
+                offset = sent.get(index, 0)
+                sent[index] = offset + sum(map(len, token_pieces(self._llm.tokenizer, delta)))
+                yield self._event(self._choice(index, delta, _Echo(), offset))
+        if self._body.include_usage:
+            usage = usage_object([stream.usage for stream in self._streams])
+            yield event({**self._head, "choices": [], "usage": usage})
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        if self._body.include_usage:
+            usages = [stream.usage for stream in self._streams]
+            chunk["usage"] = usage_object(usages) if self._body.continuous_usage else None
+        return event(chunk)
+
+    def _choice(self, index: int, part: Completion | OutputDelta, echo: _Echo, offset: int) -> dict[str, Any]:
+        """A choice, or a part of one, behind its echo. `offset`: characters of the choice before both."""
+        logprobs = None
+        if self._body.logprobs is not None:
+            tokenizer = self._llm.tokenizer
+            pieces = [*echo.pieces, *token_pieces(tokenizer, part)]
+            logprobs = completion_logprobs(tokenizer, pieces, [*echo.logprobs, *(part.logprobs or [])], offset)
+        choice = {
+            "index": index,
+            "text": echo.text + part.text,
+            "logprobs": logprobs,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        return {**choice, "token_ids": part.token_ids} if self._body.return_token_ids else choice
+
+    async def _echo(self, stream: RequestStream) -> _Echo:
+        """The prompt's text, and its log-probabilities where they are asked for."""
+        if not self._body.echo:
+            return _Echo()
+        tokenizer, ids = self._llm.tokenizer, stream.prompt_ids
+        if tokenizer is None:
+            pieces = [token_name(None, token) for token in ids]
+        else:
+            pieces = tokenizer.pieces(ids)
+            if ids[0] == tokenizer.bos_id:
+                pieces[0] = ""  # not a part of the text that was sent
+        if self._body.logprobs is None:
+            return _Echo("".join(pieces))
+        entries = await prompt_logprobs(self._llm, ids, self._body.logprobs, self._body.cache_salt or "")
+        return _Echo("".join(pieces), pieces, entries)

@@ -1,0 +1,84 @@
+"""Every error as OpenAI's body {"error": {message, type, param, code}}; none echoes what the client sent."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tokenspeed.runtime.errors import EngineError, GenerationError, QueueFullError, RequestError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_STATUS: dict[type[EngineError], tuple[int, str | None]] = {
+    RequestError: (400, None),
+    QueueFullError: (429, "rate_limit_exceeded"),
+    UnavailableError: (503, "service_unavailable"),
+    GenerationError: (500, "generation_failed"),
+}
+
+
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error, also as an event in the middle of a stream."""
+    fallback = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
+
+
+def error_response(
+    status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+) -> Response:
+    """An error as a response; `retry_after` is in seconds."""
+    headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
+    body = msgspec.json.encode(error_object(status, message, param=param, code=code))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def engine_error(fault: EngineError) -> Response:
+    """A refused or failed request."""
+    status, code = _STATUS.get(type(fault), (500, None))
+    param = None
+    if isinstance(fault, RequestError):
+        param, code = fault.param, fault.code
+    return error_response(status, fault.message, param=param, code=code, retry_after=fault.retry_after)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the app in this form."""
+
+    @app.exception_handler(EngineError)
+    async def _(request: Request, fault: EngineError) -> Response:
+        return engine_error(fault)
+
+    @app.exception_handler(RequestValidationError)
+    async def _(request: Request, fault: RequestValidationError) -> Response:
+        first = fault.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:] if not _is_arm(part))
+        if first["type"] == "json_invalid":
+            return error_response(400, "the body is not valid JSON", code="invalid_json")
+        return error_response(400, f"{where or 'the body'}: {first['msg']}", param=where or None)
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, fault: HTTPException) -> Response:
+        return error_response(fault.status_code, str(fault.detail))
+
+    @app.exception_handler(Exception)
+    async def _(request: Request, fault: Exception) -> Response:
+        log.error("fault in %s", request.url.path, exc_info=fault)
+        return error_response(500, "internal error; the server's log has the details")
+
+
+def _is_arm(part: object) -> bool:
+    """Pydantic names the arm of a union in a location (str, list[int] ...), which is no part of the request."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

@@ -1,0 +1,132 @@
+"""Answers that end with the client: a server-sent event stream, and a wait for a whole result.
+
+Both watch the connection while they work, so a client that goes away is noticed at once and not at the next token;
+its requests are closed, which aborts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenspeed.runtime.outputs import OutputDelta
+from tokenspeed.runtime.request_stream import RequestStream
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PING_SECONDS = 15.0  # of silence before the first token, after which a comment keeps proxies from giving up
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+def close_all(streams: Sequence[RequestStream]) -> None:
+    """Abort what is unfinished of each."""
+    for stream in streams:
+        stream.close()
+
+
+async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:
+    """(position of the stream, delta) as they come; ends when all have ended."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    merged: asyncio.Queue[tuple[int, OutputDelta] | None] = asyncio.Queue()
+
+    async def forward(at: int) -> None:
+        async for delta in streams[at]:
+            merged.put_nowait((at, delta))
+        merged.put_nowait(None)
+
+    tasks = [asyncio.create_task(forward(at)) for at in range(len(streams))]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await merged.get()
+            if item is None:
+                open_streams -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends `events`; `close` is called once, at the end or as soon as the client is gone, and must end the events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(_disconnected(receive))
+        watcher.add_done_callback(lambda _: self._close())
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in _with_pings(self._events):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if not watcher.done():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+
+async def _with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        while not first.done():
+            await asyncio.wait({first}, timeout=PING_SECONDS)
+            if not first.done():
+                yield b": ping\n\n"
+    finally:
+        first.cancel()
+    chunk = first.result()
+    if chunk is None:
+        return
+    yield chunk
+    async for chunk in events:
+        yield chunk
+
+
+async def until_disconnect(request: Request, work: Awaitable[T], close: Callable[[], None]) -> T | None:
+    """The result of `work`; None when the client went away first. `close` is called in any case."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            log.info("%s: the client closed the connection before its answer", request.url.path)
+            return None
+        return task.result()
+    finally:
+        close()
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
