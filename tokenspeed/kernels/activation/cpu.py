@@ -1,0 +1,36 @@
+"""silu and silu_mul on CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.pointwise.cpu import SILU, SILU_MUL, binary, unary
+from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+
+
+def silu(x: Tensor, *, out: Tensor) -> None:
+    """x * sigmoid(x); f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    unary(SILU, x, out)
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
+    """silu(gate) * up; f32|bf16 [T, F] with contiguous rows; `out` may be either."""
+    binary(SILU_MUL, gate, up, out)
+
+
+def register(registry: Registry, capability: Capability) -> None:
+    for op, fn in (("silu", silu), ("silu_mul", silu_mul)):
+        registry.register(
+            KernelSpec(
+                name=f"cpu.{op}",
+                op=op,
+                solution="cpu",
+                fn=fn,
+                signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
+                priority=Priority.PERFORMANT,
+                capability=capability,
+                tags=frozenset({"determinism"}),
+            )
+        )

@@ -1,0 +1,34 @@
+"""The kernels of this package, family by family. The C++ ones register only where the extension was built; without it the
+references still serve every op, so the registry never depends on a compiler having run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.spec import Capability
+
+
+def register_builtin(registry: Registry) -> None:
+    """Registers everything that this installation can run."""
+    from tokenspeed.kernels.comm import distributed
+    from tokenspeed.kernels.gemm import torch as gemm_torch
+
+    gemm_torch.register(registry)
+    distributed.register(registry)
+    if importlib.util.find_spec("tokenspeed._cpu") is None:
+        return
+    from tokenspeed.kernels.activation import cpu as activation
+    from tokenspeed.kernels.attention import cpu as attention
+    from tokenspeed.kernels.embedding import cpu as embedding
+    from tokenspeed.kernels.gemm import cpu as gemm
+    from tokenspeed.kernels.norm import cpu as norm
+    from tokenspeed.kernels.pointwise import cpu as pointwise
+    from tokenspeed.kernels.rope import cpu as rope
+    from tokenspeed.kernels.rows import cpu as rows
+    from tokenspeed.kernels.sampling import cpu as sampling
+
+    capability = Capability("cpu", features=frozenset({"cpu_extension"}))
+    for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling):
+        family.register(registry, capability)

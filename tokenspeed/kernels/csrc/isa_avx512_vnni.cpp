@@ -1,0 +1,4 @@
+#define TS_ISA_NAMESPACE isa_avx512_vnni
+#define TS_ISA_NAME "avx512_vnni"
+#define TS_ISA_AVX512
+#include "kernels.h"

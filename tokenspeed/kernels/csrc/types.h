@@ -1,0 +1,234 @@
+// The argument records of every CPU kernel and the per-ISA table of entry points. Plain data only: a record names raw
+// pointers, element counts and row strides (in elements), so a kernel never sees a framework type. All lengths are 64
+// bit.
+#pragma once
+#include <cstdint>
+
+namespace ts {
+
+enum class DType : int { kF32 = 0, kBF16 = 1 };
+
+// Packed weight formats. Every format stores 16 output rows interleaved ("a tile"), so that a SIMD lane is an output
+// row and no horizontal reduction is needed; K is padded to blocks of 32 with zeros. See weights.py for the exact
+// layouts.
+enum class Format : int {
+  kF32 = 0,    // [K][16] f32
+  kBF16 = 1,   // [K/2][16][2] bf16
+  kQ4_0 = 2,   // [K/32][4][16] u32 of nibbles, then [K/32][16] f16 scale; zero point 8
+  kQ4_1 = 3,   // the same nibbles, then [K/32][2][16] f16 scale and minimum
+  kQ8_0 = 4,   // [K/32][8][16] u32 of bytes biased by 128, then [K/32][16] f16 scale
+  kQ4F = 5,    // nibbles, then [K/32][2][16] f32 scale and minimum (Q4_K)
+  kQ8S16 = 6,  // biased bytes, then [K/32][2][16] f32 scale of the first and the second 16 values (Q6_K)
+};
+constexpr int kFormats = 7;
+constexpr int64_t kTile = 16;   // output rows a tile
+constexpr int64_t kBlock = 32;  // values of K a block
+
+// Bytes of one packed tile: 64-byte aligned so that consecutive tiles keep aligned loads. `blocks` is ceil(K / 32).
+constexpr int64_t tile_bytes(Format format, int64_t blocks) {
+  int64_t block_bytes = 0;
+  switch (format) {
+    case Format::kF32:
+      block_bytes = 32 * 16 * 4;
+      break;
+    case Format::kBF16:
+      block_bytes = 32 * 16 * 2;
+      break;
+    case Format::kQ4_0:
+      block_bytes = 256 + 32;
+      break;
+    case Format::kQ4_1:
+      block_bytes = 256 + 64;
+      break;
+    case Format::kQ8_0:
+      block_bytes = 512 + 32;
+      break;
+    case Format::kQ4F:
+      block_bytes = 256 + 128;
+      break;
+    case Format::kQ8S16:
+      block_bytes = 512 + 128;
+      break;
+  }
+  return (blocks * block_bytes + 63) / 64 * 64;
+}
+
+struct LinearArgs {
+  const void* x;  // [m, k], row stride ldx
+  int64_t ldx;
+  DType x_dtype;
+  const uint8_t* w;  // packed [ceil(n / 16)] tiles
+  Format format;
+  int64_t m, n, k;
+  const void* bias;  // [n] or null
+  DType bias_dtype;
+  void* out;  // [m, n], row stride ldo
+  int64_t ldo;
+  DType out_dtype;
+  bool int8_activations;  // quantise x to int8 a 32-block (quantised formats only)
+};
+
+struct LookupArgs {
+  const int32_t* ids;  // [t]
+  int64_t t, rows, width;
+  int64_t offset;  // id of row 0
+  const void* w;   // raw [rows, width] (row stride ldw) or packed tiles
+  int64_t ldw;
+  bool packed;
+  Format format;  // of a raw table: kF32 or kBF16
+  void* out;      // [t, width]
+  int64_t ldo;
+  DType out_dtype;
+};
+
+struct NormArgs {
+  const void* x;  // [outer, inner, d]: strides xo, xi
+  int64_t xo, xi;
+  const void* y;  // residual added to x first, or null; strides yo (inner is 1)
+  int64_t yo;
+  const void* w;  // [d]
+  DType w_dtype;
+  void* sum;  // x + y, or null
+  int64_t so;
+  void* out;
+  int64_t oo, oi;
+  int64_t outer, inner, d;
+  float eps;
+  DType dtype;
+};
+
+struct RopeArgs {
+  const void* x;  // [t, n, d]: strides xt, xn
+  int64_t xt, xn;
+  const int32_t* pos;  // [t]; negative: a hole, the row is copied
+  const float* table;  // [positions, r]: cos(r/2) | sin(r/2), row stride ldt
+  int64_t ldt;
+  void* out;
+  int64_t ot, on;
+  int64_t t, n, d, r;
+  DType dtype;
+};
+
+enum class Pointwise : int { kSilu = 0, kSiluMul = 1, kAdd = 2, kMul = 3 };
+struct PointwiseArgs {
+  Pointwise kind;
+  const void* a;  // [rows, width], row stride lda
+  int64_t lda;
+  const void* b;  // the same, or null for a unary kind
+  int64_t ldb;
+  void* out;
+  int64_t ldo;
+  int64_t rows, width;
+  DType dtype;
+};
+
+struct AppendArgs {
+  const void* k;  // [t, kv, d]: strides kt, kh
+  int64_t kt, kh;
+  const void* v;
+  int64_t vt, vh;
+  const int32_t* slot;  // [t]; -1: skip
+  void* kcache;         // [slots, kv, d]: strides cs (slot), ch (head)
+  void* vcache;
+  int64_t cs, ch;
+  int64_t t, kv, d, slots;
+  DType dtype, cache_dtype;
+};
+
+struct AttendArgs {
+  const void* q;  // [t, n, d]: strides qt, qn
+  int64_t qt, qn;
+  const void* kcache;  // [slots, kv, d]: strides cs, ch
+  const void* vcache;
+  int64_t cs, ch;
+  const int32_t* pos;    // [t]
+  const int32_t* row;    // [t]; -1: a hole, zeros come out
+  const int32_t* table;  // [s, l], row stride ldt
+  int64_t ldt;
+  void* out;  // [t, n, d]: strides ot, on
+  int64_t ot, on;
+  int64_t t, n, kv, d, page;
+  float scale;
+  DType dtype, cache_dtype;
+};
+
+struct SelectRowsArgs {
+  const void* x;  // [t, width], row stride ldx
+  int64_t ldx;
+  const int32_t* idx;  // [s]
+  void* out;           // [s, width]
+  int64_t ldo;
+  int64_t t, s, width, offset;
+  int64_t item;  // bytes an element
+};
+
+// One row of `params`: 16 words, written by the engine's sampling state and read by every sampling kernel.
+struct SamplingRow {
+  uint32_t flags;
+  uint32_t seed_lo, seed_hi;
+  uint32_t position;
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p;
+  float repetition, presence, frequency;
+  int32_t top_logprobs;
+  int32_t slot;
+  uint32_t reserved[3];
+};
+static_assert(sizeof(SamplingRow) == 64);
+enum SamplingFlag : uint32_t {
+  kGreedy = 1,
+  kPenalties = 2,
+  kBias = 4,
+  kLogprobs = 8,
+  kFilters = 16,
+  kRowValid = 32,
+};
+constexpr int64_t kTopLogprobs = 20;
+
+struct LogitsArgs {  // temper, add_gumbel, argmax and their fusion, on a shard of the vocabulary
+  const float* z;    // [s, v], row stride ldz
+  int64_t ldz;
+  const SamplingRow* params;  // [s] or null (plain argmax)
+  float* out;                 // [s, v] or null
+  int64_t ldo;
+  float* value;    // [s] or null
+  int32_t* index;  // [s]
+  int64_t s, v, offset;
+  bool temper, gumbel;
+};
+
+struct SampleArgs {
+  const float* z;  // [s, v], row stride ldz
+  int64_t ldz;
+  const SamplingRow* params;  // [s]
+  int32_t* counts;            // [rows, ldc]
+  int64_t ldc;
+  const uint8_t* seen;  // [rows, lds]
+  int64_t lds;
+  const float* bias;  // [rows, ldb]
+  int64_t ldb;
+  int64_t rows;      // request slots
+  int32_t* token;    // [s]
+  float* logprob;    // [s]
+  int32_t* top_ids;  // [s, 20]
+  float* top_logprobs;
+  int64_t s, vocab;
+};
+
+// What one instruction set provides. Each isa_*.cpp defines one table; dispatch.cpp picks the best the machine has.
+struct Kernels {
+  const char* name;
+  void (*linear)(const LinearArgs&);
+  void (*lookup)(const LookupArgs&);
+  void (*norm)(const NormArgs&);
+  void (*rope)(const RopeArgs&);
+  void (*pointwise)(const PointwiseArgs&);
+  void (*append)(const AppendArgs&);
+  void (*attend)(const AttendArgs&);
+  void (*logits)(const LogitsArgs&);
+  void (*sample)(const SampleArgs&);
+  uint64_t (*read_sum)(const uint8_t* data, int64_t bytes);  // the benchmark's read ceiling
+};
+
+}  // namespace ts

@@ -1,0 +1,70 @@
+"""The ops that kernels implement, and the family and mode each belongs to.
+
+The table is closed: a kernel implements one of these ops; a fused op gets an entry of its own.
+`roles` are the tensor arguments whose format a signature may constrain, `out` included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the graph: `family`/`mode` name its override variable and its folder."""
+
+    name: str
+    family: str
+    mode: str
+    roles: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """`family/mode`, as overrides in a config file name it."""
+        return f"{self.family}/{self.mode}"
+
+    @property
+    def override_variable(self) -> str:
+        """The environment variable that forces this op's kernel."""
+        return f"TOKENSPEED_KERNEL_OVERRIDE_{self.family}_{self.mode}".upper()
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("lookup", "embedding", "lookup", ("w", "out")),
+        Op("linear", "gemm", "linear", ("x", "w", "out")),
+        Op("rms_norm", "norm", "rms", ("x", "w", "out")),
+        Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
+        Op("rope", "rope", "neox", ("x", "out")),
+        Op("silu", "activation", "silu", ("x", "out")),
+        Op("silu_mul", "activation", "silu_mul", ("x", "out")),
+        Op("add", "pointwise", "add", ("x", "out")),
+        Op("mul", "pointwise", "mul", ("x", "out")),
+        Op("scale", "pointwise", "scale", ("x", "out")),
+        Op("cross", "pointwise", "cross", ("x", "out")),
+        Op("append", "attention", "append", ("x", "cache")),
+        Op("attend", "attention", "paged", ("x", "cache", "out")),
+        Op("select_rows", "rows", "select", ("x", "out")),
+        Op("fill", "rows", "fill", ("x", "out")),
+        Op("temper", "sampling", "temper", ("x", "out")),
+        Op("add_gumbel", "sampling", "gumbel", ("x", "out")),
+        Op("argmax", "sampling", "argmax", ("x",)),
+        Op("gumbel_argmax", "sampling", "gumbel_argmax", ("x",)),
+        Op("merge_argmax", "sampling", "merge_argmax", ("x",)),
+        Op("sample", "sampling", "sample", ("x",)),
+        Op("all_reduce", "comm", "all_reduce", ("x", "out")),
+        Op("all_gather", "comm", "all_gather", ("x", "out")),
+        Op("reduce_scatter", "comm", "reduce_scatter", ("x", "out")),
+        Op("slice", "comm", "slice", ("x", "out")),
+        Op("keep_first", "comm", "keep_first", ("x", "out")),
+    )
+}
+
+
+def op_of(name: str) -> Op:
+    """The entry of op `name`; KeyError that lists the known ops otherwise."""
+    try:
+        return OPS[name]
+    except KeyError:
+        raise KeyError(f"unknown op '{name}'; the known ops are: {', '.join(sorted(OPS))}") from None

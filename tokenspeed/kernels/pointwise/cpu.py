@@ -1,0 +1,68 @@
+"""Elementwise kernels on CPU: add, mul, silu and silu_mul share one C++ entry; computed in float32, rounded once (silu_mul
+rounds silu(gate) first, as torch does)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed import _cpu
+from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+
+SILU, SILU_MUL, ADD, MUL = range(4)  # csrc/types.h Pointwise
+_pointwise = _cpu.pointwise
+
+
+def add(x: Tensor, y: Tensor, *, out: Tensor) -> None:
+    """x + y; f32|bf16, [T, ...] with contiguous rows; `out` may be x or y."""
+    binary(ADD, x, y, out)
+
+
+def mul(x: Tensor, y: Tensor, *, out: Tensor) -> None:
+    """x * y; f32|bf16, [T, ...] with contiguous rows; `out` may be x or y."""
+    binary(MUL, x, y, out)
+
+
+def unary(kind: int, x: Tensor, out: Tensor) -> None:
+    if x.dim() != 2:
+        x, out = _rows(x), _rows(out)
+    shape, xs, os = x.shape, x.stride(), out.stride()
+    dtype = CODE.get(x.dtype, -1)
+    if out.shape != shape or out.dtype != x.dtype or dtype < 0 or (shape[1] != 1 and (xs[1] != 1 or os[1] != 1)):
+        raise fail("pointwise", x=x, out=out)
+    _pointwise(kind, x.data_ptr(), xs[0], 0, 0, out.data_ptr(), os[0], shape[0], shape[1], dtype)
+
+
+def binary(kind: int, x: Tensor, y: Tensor, out: Tensor) -> None:
+    if x.dim() != 2:
+        x, y, out = _rows(x), _rows(y), _rows(out)
+    shape, xs, ys, os = x.shape, x.stride(), y.stride(), out.stride()
+    dtype = CODE.get(x.dtype, -1)
+    if y.shape != shape or out.shape != shape or dtype < 0 or not x.dtype == y.dtype == out.dtype:
+        raise fail("pointwise", x=x, y=y, out=out)
+    if shape[1] != 1 and not xs[1] == ys[1] == os[1] == 1:
+        raise fail("pointwise", x=x, y=y, out=out)
+    _pointwise(kind, x.data_ptr(), xs[0], y.data_ptr(), ys[0], out.data_ptr(), os[0], shape[0], shape[1], dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, ...] as [T, width] without a copy; RuntimeError of torch where a row is not contiguous."""
+    return x.view(-1, 1) if x.dim() == 1 else x.view(x.shape[0], -1)
+
+
+def register(registry: Registry, capability: Capability) -> None:
+    for op, fn in (("add", add), ("mul", mul)):
+        registry.register(
+            KernelSpec(
+                name=f"cpu.{op}",
+                op=op,
+                solution="cpu",
+                fn=fn,
+                signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
+                priority=Priority.PERFORMANT,
+                capability=capability,
+                tags=frozenset({"determinism"}),
+            )
+        )

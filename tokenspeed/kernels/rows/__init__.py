@@ -1,0 +1,1 @@
+"""Row gathers and fills."""

@@ -1,0 +1,76 @@
+"""A table of measured choices: which kernel was fastest for an op, signature and range of facts on one device.
+
+The file: {"device": NAME, "entries": [{"op": "linear", "signature": {"w": "q4_1"}, "traits": {"tokens": [1, 8]},
+"kernel": "cpu.linear.int8", "us": 31.0}, ...]}. An entry applies where its signature is part of the request's and each
+of its trait ranges covers the request's value. `us` (microseconds measured) orders entries that overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.kernels.spec import TraitValue
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One measured choice."""
+
+    op: str
+    signature: Mapping[str, str]
+    traits: Mapping[str, tuple[int, int]]
+    kernel: str
+    microseconds: float
+
+    def applies(self, op: str, signature: Mapping[str, str], traits: Mapping[str, TraitValue]) -> bool:
+        if op != self.op or any(signature.get(role) != name for role, name in self.signature.items()):
+            return False
+        return all(name in traits and _covers(span, traits[name]) for name, span in self.traits.items())
+
+
+def _covers(span: tuple[int, int], value: TraitValue) -> bool:
+    if isinstance(value, str):
+        return False
+    low, high = value if isinstance(value, tuple) else (value, value)
+    return span[0] <= low and high <= span[1]
+
+
+@dataclass(frozen=True, slots=True)
+class TunedTable:
+    """The entries of one file."""
+
+    device: str
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> TunedTable:
+        """Reads a table; ValueError that names the file and the entry at fault."""
+        try:
+            content: Any = json.loads(path.read_text())
+            device = str(content["device"])
+            raw: list[Any] = list(content["entries"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"tuned table {path} cannot be read: {error!r}") from error
+        return cls(device, tuple(_entry(path, index, item) for index, item in enumerate(raw)))
+
+    def advice(self, op: str, signature: Mapping[str, str], traits: Mapping[str, TraitValue]) -> list[str]:
+        """Names of the kernels that entries advise for the request, fastest first."""
+        fitting = [entry for entry in self.entries if entry.applies(op, signature, traits)]
+        return [entry.kernel for entry in sorted(fitting, key=lambda entry: (entry.microseconds, entry.kernel))]
+
+
+def _entry(path: Path, index: int, item: Any) -> Entry:
+    try:
+        return Entry(
+            op=str(item["op"]),
+            signature={str(role): str(name) for role, name in item.get("signature", {}).items()},
+            traits={str(name): (int(span[0]), int(span[1])) for name, span in item.get("traits", {}).items()},
+            kernel=str(item["kernel"]),
+            microseconds=float(item["us"]),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"tuned table {path}, entry {index}: {error!r}") from error
