@@ -1,10 +1,11 @@
 """The control plane (C++, scheduler_cpp/): what runs next, and who owns each KV page."""
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 Int32Array = NDArray[np.int32]
 
@@ -175,10 +176,10 @@ class Plan:
     def packed_size(self) -> int:
         """Bytes of the packed form."""
     def pack(self) -> bytes: ...
-    def pack_into(self, buffer: Buffer) -> int:
+    def pack_into(self, buffer: Buffer | np.ndarray) -> int:
         """Writes the packed form to a writable contiguous buffer; the bytes written. ValueError: too small."""
     @staticmethod
-    def unpack(buffer: Buffer) -> Plan:
+    def unpack(buffer: Buffer | np.ndarray) -> Plan:
         """A copy of a packed plan; trailing bytes are allowed. ValueError: not a plan, truncated, or changed."""
 
 class Scheduler:
@@ -221,6 +222,8 @@ class Scheduler:
         """
     def fail(self, step: int) -> None:
         """The oldest step in flight failed: its requests wait again, without what the step would have given."""
+    def cached_prefix(self, tokens: Int32Array, cache_salt: bytes = b"") -> int:
+        """Tokens of a prompt that the prefix cache would supply, in the best home group. Changes nothing."""
     def stats(self) -> Stats: ...
     def check(self) -> None:
         """RuntimeError naming the first broken invariant. O(pages + tokens)."""

@@ -246,6 +246,13 @@ void BindScheduler(py::module_& module) {
           "step"_a, "tokens"_a)
       .def(
           "fail", [](Guarded& self, StepId step) { self.Call([&](Scheduler& s) { s.Fail(step); }); }, "step"_a)
+      .def(
+          "cached_prefix",
+          [](Guarded& self, const TokenArray& tokens, const std::string& cache_salt) {
+            const auto span = SpanOf(tokens, "tokens");
+            return self.Call([&](Scheduler& s) { return s.CachedPrefix(span, cache_salt); });
+          },
+          "tokens"_a, "cache_salt"_a = py::bytes())
       .def("flush_cache", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.FlushCache(); }); })
       .def("stats", [](Guarded& self) { return StatsDict(self.Call([](Scheduler& s) { return s.stats(); })); })
       .def("check", [](Guarded& self) { self.Call([](Scheduler& s) { s.Check(); }); })

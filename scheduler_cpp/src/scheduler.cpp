@@ -205,6 +205,18 @@ int Scheduler::FlushCache() noexcept {
   return pages;
 }
 
+int Scheduler::CachedPrefix(std::span<const Token> tokens, std::string_view salt) const {
+  if (!config_.prefix_cache || tokens.empty()) return 0;
+  const TokenSequence sequence(tokens, config_.page_size, RootKey({{KeyTag::kCacheSalt, salt}}), true);
+  std::vector<PageId> path;
+  std::size_t pages = 0;
+  for (const auto& group : groups_) {
+    group->cache.Match(sequence.keys().first(static_cast<std::size_t>(sequence.reusable_pages())), tokens, path);
+    pages = std::max(pages, path.size());
+  }
+  return static_cast<int>(pages) * config_.page_size;
+}
+
 Stats Scheduler::stats() const noexcept {
   Stats stats{.waiting = static_cast<int>(waiting_.size()),
               .in_flight = flights_out_,

@@ -82,6 +82,9 @@ class Scheduler {
   // Evicts every cached page that nobody uses; the number of pages.
   int FlushCache() noexcept;
 
+  // Tokens of a prompt that the prefix cache would supply, in the best home group. Changes nothing.
+  int CachedPrefix(std::span<const Token> tokens, std::string_view salt) const;
+
   Stats stats() const noexcept;
   std::vector<RequestInfo> Snapshot() const;  // in the order of service
   // Throws std::logic_error naming the first broken invariant. O(pages + tokens).
