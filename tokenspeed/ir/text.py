@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from tokenspeed.ir.errors import RuleError, VerifyError
@@ -192,7 +193,7 @@ def _parse_body(
         else:
             args_text, brace, attr_text = rest.partition(" {")
             if brace:
-                attrs = {k: ast.literal_eval(v) for k, _, v in (a.partition("=") for a in _split(attr_text.rstrip("}")))}
+                attrs = dict(_parse_attrs(attr_text.rstrip("}")))
                 if "axes" in attrs:
                     attrs["axes"] = plan.unfold(attrs["axes"])
         inputs = tuple(a if a.startswith("@") else a[1:] for a in _split(args_text))
@@ -204,6 +205,14 @@ def _parse_body(
                 raise VerifyError("V1", f"{raw.strip()!r}: printed {list(map(str, declared))}, inferred {list(map(str, inferred))}")
         types.update(zip(outs, inferred))
         nodes.append(node)
+
+
+@lru_cache(maxsize=1024)
+def _parse_attrs(text: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for k, _, v in (a.partition("=") for a in _split(text)):
+        out[k] = float(v) if v.lstrip("-") in ("inf", "nan") else ast.literal_eval(v)
+    return out
 
 
 def _split_types(text: str) -> list[str]:

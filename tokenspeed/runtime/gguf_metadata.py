@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,22 @@ def find_embedded_model() -> Path:
     return files[0]
 
 
+@dataclass(frozen=True)
+class Header:
+    """Metadata, tensors as (name, dims innermost first, ggml type, byte from `data_start`), and where the data begins."""
+
+    metadata: dict[str, Any]
+    tensors: list[tuple[str, tuple[int, ...], int, int]]
+    data_start: int
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
     """Key -> value (int, float, bool, str or a list of them). Raises StartupError."""
+    return read_header(path).metadata
+
+
+def read_header(path: Path) -> Header:
+    """The whole header. Raises StartupError that names the file and the byte."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, path).read()
@@ -42,14 +57,17 @@ class _Reader:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path, self._at = data, path, 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Header:
         if self._data[:4] != b"GGUF":
             raise StartupError(f"{self._path} is no GGUF file: it does not begin with the letters GGUF")
         try:
-            _, version, _, keys = self._unpack("4sIQQ")
+            _, version, count, keys = self._unpack("4sIQQ")
             if version not in (2, 3):
                 raise StartupError(f"{self._path} has GGUF version {version}; versions 2 and 3 are read")
-            return {self._string(): self._value(self._unpack("I")[0]) for _ in range(keys)}
+            metadata = {self._string(): self._value(self._unpack("I")[0]) for _ in range(keys)}
+            tensors = [self._tensor() for _ in range(count)]
+            align = int(metadata.get("general.alignment", 32))
+            return Header(metadata, tensors, -(-self._at // align) * align)
         except (struct.error, UnicodeDecodeError):
             size = len(self._data)
             raise StartupError(
@@ -69,6 +87,15 @@ class _Reader:
             raise struct.error
         self._at += length
         return raw.decode("utf-8")
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (rank,) = self._unpack("I")
+        if rank > 4:
+            raise struct.error
+        dims = self._unpack(f"{rank}Q")
+        kind, offset = self._unpack("IQ")
+        return name, dims, kind, offset
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

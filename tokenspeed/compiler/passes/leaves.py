@@ -14,7 +14,7 @@ from typing import Any
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.trace import LeafDef
 from tokenspeed.ir.errors import Origin, PlacementError, PlanError, RuleError
-from tokenspeed.ir.graph import Leaf, Node, Param, param_type
+from tokenspeed.ir.graph import Leaf, Node, Param, absolute, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Spec, SpecDim, parse_spec
@@ -40,20 +40,20 @@ class Binding:
         return bind_spec(spec, dtype, self.axes, self.order, stars, self.expand)
 
 
-def param_types(name: str, decl: Any, b: Binding) -> dict[str, Param]:
-    """Types of the parameters one declaration stands for, by name."""
+def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> dict[str, Param]:
+    """Types of the parameters one declaration stands for, by name; `path` is its absolute name where that differs."""
+    stored = b.formats(path or name)
 
     def dims(ds: Iterable[SpecDim]) -> tuple[Dim, ...]:
         return tuple(Dim(f.name, b.axes(f)) for d in ds for f in d.factors)
 
     if isinstance(decl, Linear):
-        fmt = b.formats(name)
-        out = {name: Param(name, "weight", tuple(Type(fmt, dims((*s.out, *s.inp))) for s in decl.segments))}
+        out = {name: Param(name, "weight", tuple(Type(stored, dims((*s.out, *s.inp))) for s in decl.segments))}
         if decl.bias:
             out[f"{name}.bias"] = Param(f"{name}.bias", "weight", tuple(b.spec(s, b.dtype) for s in decl.bias))
         return out
     if isinstance(decl, Weight):
-        return {name: Param(name, "weight", (b.spec(decl.spec, b.formats(name)),))}
+        return {name: Param(name, "weight", (b.spec(decl.spec, stored),))}
     if isinstance(decl, RMSNorm):
         return {name: Param(name, "weight", (b.spec(decl.spec, b.dtype),))}
     if isinstance(decl, Rope):
@@ -71,7 +71,7 @@ def param_types(name: str, decl: Any, b: Binding) -> dict[str, Param]:
 def leaf_params(leaf: LeafDef, b: Binding) -> dict[str, Param]:
     out: dict[str, Param] = {}
     for name, decl in leaf.decls.items():
-        out.update(param_types(name, decl, b))
+        out.update(param_types(name, decl, b, absolute(leaf.first_path, name)))
     return out
 
 

@@ -63,7 +63,7 @@ class Config:
         out.setdefault("rope_type", "default")
         if out.get("rope_theta") is None:
             out["rope_theta"] = self.get("rope_theta", 10000.0)
-        supported = ("default", "linear", "llama3")
+        supported = ("default", "linear", "llama3", "divisors")
         if out["rope_type"] not in supported:
             raise ConfigError(f"rope_type {out['rope_type']!r} is not supported; supported: {', '.join(supported)}")
         if out["rope_type"] == "llama3":

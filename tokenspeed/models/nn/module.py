@@ -7,7 +7,6 @@ records a call, calling an op-with-weights (Linear, RMSNorm, PagedAttention ...)
 from __future__ import annotations
 
 import inspect
-import sys
 import typing
 from typing import Annotated, Any, get_args, get_origin
 
@@ -53,7 +52,7 @@ class Signature:
         fn = cls.forward  # type: ignore[attr-defined]
         code = fn.__code__
         self.origin = Origin(code.co_filename, code.co_firstlineno)
-        scope = dict(vars(sys.modules[cls.__module__]))
+        scope = fn.__globals__  # of the module that defines it: a subclass may inherit the signature
         try:
             hints = typing.get_type_hints(fn, globalns=scope, include_extras=True)
         except NameError as e:

@@ -1,0 +1,138 @@
+"""`compile_model`: the compiler's public entry. Takes a model class, its configuration and a plan; writes an artifact.
+
+It reads no weight: the caller says which tensors the checkpoint holds and in which format (`stored`). The artifact's
+bytes depend on its arguments, the sources and the calibration table alone; checkpoint.json is the caller's note.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed import __version__
+from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name
+from tokenspeed.compiler.binding import kernel_nodes, key_of
+from tokenspeed.compiler.compat import compat_of
+from tokenspeed.compiler.explain import explain_text
+from tokenspeed.compiler.passes.costs import load_costs
+from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
+from tokenspeed.compiler.weightmap import to_json
+from tokenspeed.ir.errors import PlanError
+from tokenspeed.ir.mesh import make_plan, parse_mesh
+from tokenspeed.ir.types import ROW_DIMS, Type
+from tokenspeed.kernels.select import select
+from tokenspeed.models.nn.config import Config
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+
+
+@dataclass
+class Compiled:
+    """What `compile_model` did: the passes' result, the files as text, and the seconds they took (after imports)."""
+
+    result: Result
+    files: dict[str, str]
+    manifest: dict[str, Any]
+    seconds: float
+
+    def write(self, out: str | Path) -> Path:
+        """Writes the artifact; files of an older one that this one lacks are removed."""
+        root = Path(out)
+        programs = root / "programs"
+        programs.mkdir(parents=True, exist_ok=True)
+        for old in programs.glob("*.ir"):
+            if f"programs/{old.name}" not in self.files:
+                old.unlink()
+        for name, text in self.files.items():
+            (root / name).write_text(text)
+        return root
+
+
+def default_buckets(max_tokens: int) -> list[int]:
+    """Token buckets up to `max_tokens`: 1, 2, 4, then eight steps an octave from 8 on, so padding wastes at most 1/8."""
+    out = [b for b in (1, 2, 3, 4, 6) if b <= max_tokens]
+    step, at = 1, 8
+    while at <= max_tokens:
+        out.append(at)
+        at += max(at // 8, step) if at >= 16 else 2
+        if at >= 64:
+            at = -(-at // 8) * 8
+    return sorted({*out, max_tokens})
+
+
+def compile_model(
+    model: Any, config: Mapping[str, Any], *, mesh: str = "", axes: str = "", dtype: str = "float32", cache_dtype: str = "float32",
+    buckets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), max_rows: int = 256, device: str = "cpu",
+    calibration: str = "cpu", stored: Callable[[str], str | None] = lambda _: None, checkpoint: Mapping[str, Any] | None = None,
+    variants: Sequence[str] = ("gumbel", "full"), progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Compiled:  # fmt: skip
+    """Compiles `model` (a root module class) for one plan and set of token buckets (rows a home group).
+
+    Raises a TokenSpeedError with a code: P0xx (annotation, body or plan), C001 (configuration), V (a compiler fault).
+    """
+    started = time.perf_counter()
+    for name in (dtype, cache_dtype):
+        if name not in DTYPES:
+            raise PlanError("P036", f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    if not buckets or sorted(set(buckets)) != list(buckets) or min(buckets) < 1:
+        raise PlanError("P036", f"buckets must be ascending positive integers, got {list(buckets)}")
+    c = Config(config)
+    request = Request(
+        model, c, make_plan(parse_mesh(mesh), axes), [(t, min(t, max_rows)) for t in buckets], DTYPES[dtype],
+        DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress,
+    )  # fmt: skip
+    result = run_passes(request)
+    kernels = _bind(result, device)
+    files = {f"programs/{program_name(v, t)}": text for (v, t), text in result.texts.items()}
+    files["weights.json"] = dump(to_json(result.weights))
+    files["ports.json"] = dump(_ports(result))
+    files["kernels.json"] = dump(kernels)
+    files["explain.json"] = dump({"programs": result.explain, "cost_us": result.costs_us})
+    files["explain.txt"] = "\n".join(explain_text(e) for e in result.explain.values()) + "\n"
+    plan = result.layout.plan
+    manifest = {
+        "schema": SCHEMA, "compiler": __version__, "model": f"{model.__module__.rpartition('.')[2]}:{model.__name__}",
+        "plan": plan.describe(), "ranks": plan.mesh.ranks, "home": list(plan.home),
+        "sizes": result.layout.sizes, "logical": result.layout.logical, "dtype": dtype, "cache_dtype": cache_dtype,
+        "buckets": [[t, s] for t, s in request.buckets], "variants": list(variants), "results": result.results,
+        "config": dict(sorted(c.read.items())), "calibration": request.costs.id, "device": device,
+        "compat": compat_of(kernels, device),
+    }  # fmt: skip
+    manifest["semantic_key"] = digest(dump({k: v for k, v in manifest.items() if k != "compat"}), *(files[n] for n in sorted(files)))
+    files["manifest.json"] = dump(manifest)
+    files["checkpoint.json"] = dump(dict(checkpoint or {}))
+    return Compiled(result, files, manifest, time.perf_counter() - started)
+
+
+def _bind(result: Result, device: str) -> dict[str, str]:
+    """Pass 10: kernel name by request key, for every node of every program."""
+    out: dict[str, str] = {}
+    for p in result.programs.values():
+        for op, signature, facts in kernel_nodes(p):
+            key = key_of(op, signature, facts)
+            if key not in out:
+                out[key] = select(op, signature=signature, traits=facts, device=device).name
+    return dict(sorted(out.items()))
+
+
+def _ports(result: Result) -> dict[str, Any]:
+    """The scheduler ABI: inputs, results and cache groups, from the program itself."""
+    p = next(iter(result.programs.values()))
+    caches = [q for q in p.all_params() if q.kind == "cache"]
+
+    def shape(t: Type) -> list[str]:
+        return [d.name for d in t.dims]
+
+    return {
+        "inputs": {n: {"dtype": t.dtype, "dims": shape(t), "type": t.text(p.plan)} for n, (t, _) in result.ports.items()},
+        "results": result.results,
+        "cache_groups": [
+            {"name": "full", "kind": "full_attention",
+             "caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in caches]}
+        ],
+        "agreement": {k: e["agreement"] for k, e in result.explain.items()},
+        "rows": list(ROW_DIMS),
+    }  # fmt: skip

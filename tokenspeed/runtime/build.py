@@ -1,0 +1,140 @@
+"""From options to a running engine: find or compile the artifact, size the KV cache, start ranks and scheduler.
+
+Invariant: an artifact directory is served as it is, without the models and the compiler's passes being imported; options
+that it fixes (mesh, dtype, buckets) may be repeated but not contradicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed import _scheduler
+from tokenspeed.compiler.artifact import Artifact, is_artifact
+from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.executor import RankConfig, cache_bytes_per_token, open_artifact
+from tokenspeed.runtime.ranks import Ranks, WorkerError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Built:
+    """An engine that can run steps."""
+
+    scheduler: Any
+    ranks: Ranks
+    artifact: Artifact
+    max_model_len: int
+    vocab_size: int
+    kv_tokens: int
+    summary: dict[str, Any]
+
+
+def build_engine(config: EngineConfig) -> Built:
+    """StartupError, CheckpointError, or a TokenSpeedError of the compiler, when the engine cannot be had."""
+    path = find_artifact(config)
+    artifact = open_artifact(str(path))
+    weights = artifact.checkpoint()
+    checkpoint = checkpoint_of(weights)
+    for field in artifact.manifest["config"]:
+        have, want = checkpoint.config.get(field), artifact.manifest["config"][field]
+        if have != want:
+            raise StartupError(f"{path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again")
+    m = artifact.manifest
+    ranks = int(m["ranks"])
+    limit = int(checkpoint.config.get("max_position_embeddings", 0)) or 2048
+    if config.max_model_len > limit:
+        raise StartupError(f"max_model_len={config.max_model_len} is beyond the model's positions ({limit}); lower it")
+    length = config.max_model_len or limit
+    buckets = artifact.buckets
+    dp = artifact.plan.mesh.size(artifact.plan.home)
+    max_rows = max(s for _, s in buckets)
+    token_bytes = cache_bytes_per_token(artifact.program(m["variants"][0], buckets[0][0]))
+    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows, dp)
+    scheduler = _scheduler.Scheduler(
+        _scheduler.Config(
+            page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
+            max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk, prefix_cache=config.enable_prefix_caching,
+            max_in_flight=config.overlap_depth + 1,
+        )
+    )  # fmt: skip
+    threads = config.threads or max(len(os.sched_getaffinity(0)) // ranks, 1)
+    rank = RankConfig(str(path), weights, 0, config.page_size, pages, length, threads)
+    top_t = max(t for t, _ in buckets)
+    slot_bytes = 4096 + 4 * dp * (4 * top_t + max_rows * (-(-length // config.page_size) + 16))
+    try:
+        started = Ranks(rank, ranks, slot_bytes, lambda stage, done, total: None)
+    except WorkerError as e:
+        raise StartupError(str(e)) from None
+    vocab = int(m["logical"]["v"])
+    summary = {
+        "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks, "dtype": m["dtype"],
+        "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
+                    f"{token_bytes * pages * config.page_size / 2**20:.0f} MiB a rank",
+        "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
+        "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
+    }  # fmt: skip
+    return Built(scheduler, started, artifact, length, vocab, pages * dp * config.page_size, summary)
+
+
+def find_artifact(config: EngineConfig) -> Path:
+    """The artifact to serve: the model itself if it is one, else compiled (or found compiled) in the artifact cache."""
+    if is_artifact(config.model):
+        _agree(config)
+        return Path(config.model)
+    from tokenspeed.runtime.compiling import compile_for
+
+    return compile_for(config)
+
+
+def _agree(config: EngineConfig) -> None:
+    import json
+
+    m = json.loads((Path(config.model) / "manifest.json").read_text())
+    fixed = {"dtype": (config.dtype, "auto", m["dtype"]), "buckets": (config.buckets, [], [t for t, _ in m["buckets"]])}
+    for name, (given, default, have) in fixed.items():
+        if given not in (default, have):
+            raise StartupError(f"{config.model} was compiled with {name}={have}; it cannot be served with {name}={given}: compile it again")
+    for name, given, default in (("mesh", config.mesh, ""), ("axes", config.axes, ""), ("tensor_parallel_size", config.tensor_parallel_size, 1)):
+        if given != default:
+            raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
+
+
+def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int, dp: int) -> int:
+    """Pages a home group: what `memory_fraction` of the free memory holds on every rank, at most what can be used."""
+    free = free_memory()
+    budget = free * config.memory_fraction / ranks
+    pages = int(budget // (token_bytes * config.page_size))
+    useful = max_rows * (-(-length // config.page_size) + 1)
+    if pages < 2:
+        raise StartupError(
+            f"no room for a KV cache: {config.memory_fraction:.0%} of {free / 2**20:.0f} MiB free memory is "
+            f"{budget / 2**20:.0f} MiB a rank, one page of {config.page_size} tokens takes {token_bytes * config.page_size / 2**20:.1f} MiB"
+        )
+    return min(pages, useful)
+
+
+def free_memory() -> int:
+    """Bytes a process may still take: what the system has available, within the control group's limit."""
+    available = 0
+    with open("/proc/meminfo") as f:
+        for line in f:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            available = min(available, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+__all__ = ["Built", "CheckpointError", "build_engine", "find_artifact"]

@@ -1,0 +1,186 @@
+"""A checkpoint: the configuration and the tensors of a model, whatever file form they have. Opening reads headers only.
+
+Invariant: `matrix(name, rows, cols)` reads just the rows a rank holds (and of those the columns), in the stored format;
+names are Hugging Face names, also out of a GGUF. Errors name the file and what is missing in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenspeed.kernels.weights import QuantWeight
+
+Stored = Tensor | QuantWeight
+
+
+class CheckpointError(ValueError):
+    """The model's files cannot be used; says which file and why."""
+
+
+class Checkpoint(Protocol):
+    """What the compiler and the loader ask of a model's files."""
+
+    config: dict[str, Any]
+
+    def stored(self, name: str) -> str | None:
+        """Storage format of a tensor (float32, bfloat16, float16, q4_1 ...), None where the checkpoint has no such tensor."""
+        ...
+
+    def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
+        """Rows [start, stop) of a tensor seen as a matrix of `shape`; CheckpointError where its own shape differs."""
+        ...
+
+    def note(self) -> dict[str, Any]:
+        """What checkpoint.json keeps, so that an artifact finds its weights again."""
+        ...
+
+
+class SafetensorsCheckpoint:
+    """A Hugging Face directory: config.json and one or several .safetensors files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = _read_json(path / "config.json")
+        if "text_config" in self.config and "hidden_size" not in self.config:
+            raise CheckpointError(f"{path / 'config.json'} describes a multi-modal model ({self.config.get('model_type')}); only text models are supported")
+        self.files = self._index()
+        self._open: dict[str, Any] = {}
+        self._missing()
+
+    def _index(self) -> dict[str, str]:
+        from safetensors import safe_open
+
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            return dict(_read_json(index)["weight_map"])
+        names: dict[str, str] = {}
+        for f in sorted(self.path.glob("*.safetensors")):
+            try:
+                with safe_open(str(f), "pt") as h:
+                    names.update((k, f.name) for k in h.keys())  # noqa: SIM118 (not a dict)
+            except Exception as e:
+                raise CheckpointError(f"{f} cannot be read: {e}; the download may be incomplete") from None
+        if not names:
+            raise CheckpointError(f"{self.path} has no .safetensors file; give a directory with config.json and weights, or --load-format dummy")
+        return names
+
+    def _missing(self) -> None:
+        lacking = sorted({f for f in self.files.values() if not (self.path / f).exists()})
+        if lacking:
+            raise CheckpointError(f"{self.path}: {len(lacking)} of {len(set(self.files.values()))} shards are missing: {', '.join(lacking[:3])}")
+
+    def _handle(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        f = self.files[name]
+        if f not in self._open:
+            try:
+                self._open[f] = safe_open(str(self.path / f), "pt")
+            except Exception as e:
+                raise CheckpointError(f"{self.path / f} cannot be read: {e}; the download may be incomplete") from None
+        return self._open[f]
+
+    def stored(self, name: str) -> str | None:
+        if name not in self.files:
+            return None
+        try:
+            dtype = self._handle(name).get_slice(name).get_dtype()
+        except CheckpointError:
+            raise
+        except Exception as e:
+            raise CheckpointError(f"{self.path / self.files[name]} does not hold {name!r}, which the index promises: {e}") from None
+        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(dtype, dtype.lower())
+
+    def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
+        part = self._handle(name).get_slice(name)
+        _check_shape(self.path, name, tuple(part.get_shape()), shape)
+        return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
+
+    def note(self) -> dict[str, Any]:
+        return {"form": "safetensors", "path": str(self.path.resolve())}
+
+
+class DummyCheckpoint:
+    """Random weights of a configuration, equal for equal names and seed: for benchmarks and tests without files."""
+
+    def __init__(self, config: dict[str, Any], seed: int = 0, origin: str = "") -> None:
+        self.config, self.seed, self.origin = config, seed, origin
+
+    def stored(self, name: str) -> str | None:
+        return "float32"
+
+    def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
+        g = torch.Generator().manual_seed((self.seed * 1000003 + sum(ord(c) * 31 ** (i % 7) for i, c in enumerate(name))) % 2**63)
+        if shape[1] == 1:
+            return torch.ones(rows[1] - rows[0], 1)
+        return (torch.randn(shape, generator=g) / shape[1] ** 0.5)[rows[0] : rows[1]]
+
+    def note(self) -> dict[str, Any]:
+        return {"form": "dummy", "seed": self.seed, "config": self.config, "path": self.origin}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; a checkpoint directory holds config.json and .safetensors files") from None
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+
+
+def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[int, int]) -> None:
+    n = 1
+    for s in have:
+        n *= s
+    if n != want[0] * want[1] or (have and have[0] * (n // max(have[0], 1)) != n):
+        raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, the configuration asks for {[s for s in want if s != 1]}")
+    if len(have) == 2 and have != want:
+        raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, the configuration asks for {list(want)}")
+
+
+def open_checkpoint(model: str, load_format: str = "auto", config: str = "", seed: int = 0) -> Checkpoint:
+    """Opens a directory, a .gguf file or `smollm2`. CheckpointError names what is wrong and what would be right."""
+    if load_format == "dummy":
+        source = Path(config) if config else Path(model)
+        if source.suffix == ".gguf" or str(model) == "smollm2" and not config:
+            return DummyCheckpoint(_gguf(model).config, seed, model)
+        path = source / "config.json" if source.is_dir() else source
+        return DummyCheckpoint(_read_json(path), seed, str(path.resolve()))
+    path = Path(model).expanduser()
+    if load_format == "gguf" or model == "smollm2" or path.suffix == ".gguf":
+        return _gguf(model)
+    if path.is_dir():
+        if load_format == "auto" and not (path / "config.json").exists() and len(ggufs := sorted(path.glob("*.gguf"))) == 1:
+            return _gguf(str(ggufs[0]))
+        return SafetensorsCheckpoint(path)
+    raise CheckpointError(f"{model!r} is no directory, .gguf file or artifact, and not `smollm2`; models are not downloaded: give a path")
+
+
+def _gguf(model: str) -> Checkpoint:
+    from tokenspeed.runtime.gguf_checkpoint import GgufCheckpoint
+
+    if model == "smollm2":
+        from tokenspeed.runtime.gguf_metadata import find_embedded_model
+
+        return GgufCheckpoint(find_embedded_model(), embedded=True)
+    return GgufCheckpoint(Path(model).expanduser())
+
+
+def checkpoint_of(note: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint that an artifact's note stands for."""
+    form = note.get("form")
+    if form == "embedded":
+        return _gguf("smollm2")
+    if form == "gguf":
+        return _gguf(note["path"])
+    if form == "safetensors":
+        return SafetensorsCheckpoint(Path(note["path"]))
+    if form == "dummy":
+        return DummyCheckpoint(dict(note["config"]), int(note["seed"]), note.get("path", ""))
+    raise CheckpointError("this artifact was compiled without weights; serve it with --weights PATH, or compile from a checkpoint")

@@ -1,0 +1,104 @@
+"""Compiling from the runtime's side: opens the checkpoint, finds the model class, calls the compiler, keeps the artifact.
+
+Imported only where something is compiled; serving an artifact does not come here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.runtime.checkpoint import Checkpoint, open_checkpoint
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import StartupError
+
+BUCKET_STEPS = "1, 2, 4, 6, 8 and eight steps an octave"
+
+
+def compile_for(config: EngineConfig, out: str = "", progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Path:
+    """Compiles what the options describe into `out`, or into the artifact cache under the artifact's key."""
+    compiled = compile_options(config, progress)
+    target = Path(out) if out else Path(config.artifact_cache).expanduser() / compiled.manifest["semantic_key"][:24]
+    if out:
+        return compiled.write(target)
+    if not (target / "manifest.json").exists():
+        staged = target.with_name(f"{target.name}.{os.getpid()}")
+        compiled.write(staged)
+        try:
+            staged.rename(target)
+        except OSError:  # another process wrote the same artifact meanwhile
+            import shutil
+
+            shutil.rmtree(staged)
+    else:
+        compiled.write(target)  # kernels may be bound anew: same program, this machine
+    return target
+
+
+def compile_options(config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Any:
+    from tokenspeed.compiler.api import compile_model, default_buckets
+
+    checkpoint, family = open_model(config)
+    dtype, cache, stored = choose_dtypes(config, checkpoint)
+    mesh = config.mesh or (f"tp={config.tensor_parallel_size}" if config.tensor_parallel_size > 1 else "")
+    return compile_model(
+        family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
+        buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
+        stored=stored, checkpoint=checkpoint.note(), progress=progress,
+    )  # fmt: skip
+
+
+def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
+    """The checkpoint, and the root module class of its family or of `file.py:Class`."""
+    from tokenspeed.models import find_family
+
+    if ".py:" in config.model:
+        file, _, name = config.model.rpartition(":")
+        family = load_class(Path(file), name)
+        source = Path(config.config)
+        has_weights = source.is_dir() or (config.load_format != "dummy" and any(source.parent.glob("*.safetensors")))
+        where = str(source if source.is_dir() else source.parent)
+        load = config.load_format if has_weights else "dummy"
+        return open_checkpoint(where, load, str(source), config.seed or 0), family
+    checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0)
+    names = checkpoint.config.get("architectures") or []
+    if not names:
+        raise StartupError(f"the configuration of {config.model} has no `architectures`; it must name the model's class")
+    return checkpoint, find_family(names[0])
+
+
+def load_class(file: Path, name: str) -> Any:
+    """A model class from an author's file."""
+    if not file.is_file():
+        raise StartupError(f"{file} does not exist; give file.py:Class")
+    spec = importlib.util.spec_from_file_location(f"tokenspeed_user_{file.stem}", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise StartupError(f"{file} defines no class {name!r}")
+    return getattr(module, name)
+
+
+def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str, Callable[[str], str | None]]:
+    """(stream dtype, KV dtype, formats of stored tensors that are kept).
+
+    `auto` keeps a quantised checkpoint's formats and computes in float32 with a bfloat16 cache; otherwise it follows
+    torch_dtype. A named dtype dequantises.
+    """
+    probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
+    quantised = probe.startswith("q")
+    declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    keep = quantised and config.dtype == "auto"
+    if config.dtype != "auto":
+        dtype = config.dtype
+    else:
+        dtype = "float32" if quantised or declared == "float32" else "bfloat16"
+    auto_cache = "bfloat16" if keep else dtype
+    cache = auto_cache if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return dtype, cache, checkpoint.stored if keep else (lambda _: None)

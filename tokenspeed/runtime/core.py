@@ -1,0 +1,181 @@
+"""The engine core: the C++ scheduler, the ranks' executors, and the ONE loop that drives them.
+
+Invariant: the loop plans, launches, collects and reports; nothing else decides what runs or ends. With depth 1 a step is
+planned and launched while the previous one's tokens are still out; with depth 0 it is the same loop, synchronous.
+Every request ends with exactly one delta that carries a finish reason, except those the front itself finished or aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from tokenspeed import _scheduler
+from tokenspeed.runtime.build import Built, build_engine
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.executor import StepResult
+from tokenspeed.runtime.messages import (
+    Abort, Control, Deltas, Finish, Ready, Reply, Stats, Submit, TokenDelta, TokenLogprob, ToCore,
+)  # fmt: skip
+from tokenspeed.runtime.ranks import Ranks
+from tokenspeed.runtime.sampling_state import SamplingTable
+from tokenspeed.runtime.transport import Inbox, Outbox
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
+
+
+def run_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    """Builds the engine, announces it, and serves until `Control("shutdown")`. Raises on a fault of the engine."""
+    built = build_engine(config)
+    try:
+        loop = EngineLoop(built, config.overlap_depth, inbox, outbox)
+        outbox.put(Ready(built.max_model_len, built.vocab_size, built.kv_tokens, built.summary))
+        loop.run()
+    finally:
+        built.ranks.close()
+
+
+class EngineLoop:
+    """See the module."""
+
+    def __init__(self, built: Built, depth: int, inbox: Inbox, outbox: Outbox) -> None:
+        self.scheduler: Any = built.scheduler
+        self.ranks: Ranks = built.ranks
+        self.table = SamplingTable(built.vocab_size)
+        self.depth, self.inbox, self.outbox = depth, inbox, outbox
+        self.flying: deque[tuple[Any, Future[list[StepResult]]]] = deque()
+        self.silent: set[int] = set()  # ended by the front: no more deltas
+        self.announced: set[int] = set()  # whose cached tokens were reported
+        self.running = True
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenspeed-step") as pool:
+            while self.running:
+                self._messages()
+                while self.running and len(self.flying) <= self.depth and self._launch(pool):
+                    pass
+                if self.flying:
+                    self._collect()
+            while self.flying:
+                self._collect()
+
+    # ---- messages ----
+
+    def _messages(self) -> None:
+        waiting = self.inbox.drain()
+        if not waiting and not self.flying and not self._has_work():
+            message = self.inbox.get(IDLE_CHECK)
+            self.ranks.check()
+            waiting = [message] if message is not None else []
+        for m in waiting:
+            self._handle(m)
+
+    def _has_work(self) -> bool:
+        s = self.scheduler.stats()
+        return bool(s["running"] or s["waiting"])
+
+    def _handle(self, m: ToCore) -> None:
+        if isinstance(m, Submit):
+            self._submit(m)
+        elif isinstance(m, Abort):
+            self.scheduler.abort(m.request_id)
+            self._forget(m.request_id)
+        elif isinstance(m, Finish):
+            self.scheduler.finish(m.request_id)
+            self._forget(m.request_id)
+        elif isinstance(m, Control):
+            self._control(m)
+
+    def _submit(self, m: Submit) -> None:
+        p = m.params
+        try:
+            self.scheduler.submit(
+                m.request_id, np.asarray(m.prompt_ids, dtype=np.int32), p.max_tokens, min_new_tokens=p.min_tokens,
+                stop_token_ids=p.stop_token_ids, priority=m.priority, cache_salt=m.cache_salt.encode(),
+            )  # fmt: skip
+        except (ValueError, RuntimeError) as e:  # refused: nothing has changed, and the front is told why
+            self._put([TokenDelta(m.request_id, [], "error", error=str(e))])
+            return
+        self.table.add(m)
+
+    def _control(self, m: Control) -> None:
+        if m.name == "shutdown":
+            self.running = False
+            self.outbox.put(Reply(m.call_id))
+        elif m.name == "stats":
+            self.outbox.put(Reply(m.call_id, dict(self.scheduler.stats())))
+        elif m.name == "flush_cache":
+            self.outbox.put(Reply(m.call_id, {"pages": self.scheduler.flush_cache()}))
+        elif m.name == "check":
+            self.scheduler.check()
+            self.outbox.put(Reply(m.call_id, {"requests": self.scheduler.snapshot()}))
+        elif m.name == "retract":
+            self.outbox.put(Reply(m.call_id, {"retracted": self.scheduler.retract(int(m.args["request_id"]))}))
+        else:
+            self.outbox.put(Reply(m.call_id, error=f"unknown control call {m.name!r}"))
+
+    def _forget(self, request_id: int) -> None:
+        self.table.drop(request_id)
+        self.announced.discard(request_id)
+
+    # ---- steps ----
+
+    def _launch(self, pool: ThreadPoolExecutor) -> bool:
+        plan = self.scheduler.next_plan()
+        if plan is None:
+            return False
+        params, variant, ops = self.table.rows(plan)
+        step = self.ranks.publish(plan, params, variant, ops)
+        if self.depth == 0:
+            future: Future[list[StepResult]] = Future()
+            future.set_result(self.ranks.execute(step))
+        else:
+            future = pool.submit(self.ranks.execute, step)
+        self.flying.append((plan, future))
+        return True
+
+    def _collect(self) -> None:
+        plan, future = self.flying.popleft()
+        results = future.result()
+        tokens = np.concatenate([r.tokens for r in results])
+        outputs = self.scheduler.advance(plan.step, tokens)
+        rows = {int(r): i for i, r in enumerate(plan.request_ids) if r >= 0} if any(r.logprobs is not None for r in results) else {}
+        deltas: list[TokenDelta] = []
+        for o in outputs:
+            delta = TokenDelta(o.request_id, [o.token], o.finish_reason)
+            if o.finish_reason == "stop":
+                delta.stop_token_id = o.token
+            if o.request_id not in self.announced:
+                self.announced.add(o.request_id)
+                delta.cached_tokens = o.cached_tokens
+            wanted = self.table.output(o.request_id, o.token)
+            if wanted >= 0:
+                g, i = divmod(rows[o.request_id], plan.rows)
+                delta.logprobs = [_logprob(results[g], i, o.token, wanted)]
+            if o.finish_reason is not None:
+                self._forget(o.request_id)
+            deltas.append(delta)
+        if deltas:
+            self._put(deltas)
+
+    def _put(self, deltas: list[TokenDelta]) -> None:
+        s = self.scheduler.stats()
+        stats = Stats(
+            running=s["running"], waiting=s["waiting"], kv_pages_total=s["kv_pages_total"], kv_pages_free=s["kv_pages_free"],
+            kv_pages_cached=s["kv_pages_cached"], prefix_query_tokens=s["prefix_query_tokens"],
+            prefix_hit_tokens=s["prefix_hit_tokens"], retractions=s["retractions"], steps=s["steps"], step_tokens=s["step_tokens"],
+        )  # fmt: skip
+        self.outbox.put(Deltas(deltas, stats))
+
+
+def _logprob(r: StepResult, row: int, token: int, wanted: int) -> TokenLogprob:
+    assert r.logprobs is not None and r.top_ids is not None and r.top_logprobs is not None
+    ids, lps = r.top_ids[row, :wanted], r.top_logprobs[row, :wanted]
+    keep = ids >= 0
+    return TokenLogprob(token, float(r.logprobs[row]), ids[keep].tolist(), lps[keep].tolist())

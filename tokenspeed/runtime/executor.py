@@ -1,0 +1,236 @@
+"""One rank's executor: static buffers, weights, KV cache, and the emitted program of each (variant, bucket).
+
+Invariant: after `start`, a step copies its arrays into static port buffers and replays one graph; the graph writes KV,
+communicates and samples. Programs share one arena. The token last sampled for a request slot stays here, so that a step
+can be launched before the previous one's tokens have been read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler.artifact import Artifact, load_artifact
+from tokenspeed.compiler.compat import compat_of
+from tokenspeed.compiler.emit import DTYPES, Emitted, Runtime, emit
+from tokenspeed.ir.graph import Param, Program
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
+from tokenspeed.ir.types import DTYPE_BYTES
+from tokenspeed.kernels.registry import default_registry
+from tokenspeed.runtime.checkpoint import Checkpoint
+from tokenspeed.runtime.loader import load_weights
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """What a rank needs to start; plain data, sent to worker processes."""
+
+    artifact: str
+    weights: dict[str, Any]  # the note that opens the checkpoint
+    rank: int
+    page_size: int
+    num_pages: int  # a home group
+    max_model_len: int
+    threads: int
+    store: str = ""  # file of the rendezvous; "" for a single rank
+
+
+@dataclass
+class StateOp:
+    """A change to the full sampler's state of one request slot, applied before a step."""
+
+    group: int
+    slot: int
+    reset: bool = False
+    seen: Sequence[int] = ()  # prompt tokens
+    counts: dict[int, int] = field(default_factory=dict)  # output tokens
+    bias: dict[int, float] | None = None  # replaces the slot's bias
+    allowed: Sequence[int] | None = None  # with `bias`: everything else is banned
+
+
+@dataclass
+class Step:
+    """One step as every rank receives it: the scheduler's arrays, sampling parameters, variant and state changes."""
+
+    bucket: int
+    rows: int
+    variant: str
+    arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots
+    params: np.ndarray  # int32 [dp * rows, words]
+    ops: list[StateOp]
+
+
+@dataclass
+class StepResult:
+    """Of this rank's home group, in row order: token ids i32[rows] and, of the full variant, log-probabilities."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+def open_artifact(path: str) -> Artifact:
+    """Loads an artifact and checks its compat key against this process."""
+    a = load_artifact(Path(path))
+    return load_artifact(Path(path), compat_of(a.kernels, a.manifest["device"]))
+
+
+def cache_bytes_per_token(p: Program) -> int:
+    """KV bytes one rank holds a token."""
+    total = 0
+    for q in p.all_params():
+        if q.kind == "cache":
+            for t in q.types:
+                n = DTYPE_BYTES[t.dtype]
+                for d in t.dims[1:]:
+                    n *= p.sizes[d.name] // p.plan.mesh.size(d.axes)
+                total += n
+    return total
+
+
+class Executor:
+    """See the module. Methods are called from one thread at a time."""
+
+    def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.config, self.artifact = config, artifact
+        self.plan, self.rank = artifact.plan, config.rank
+        home = self.plan.home
+        self.dp = self.plan.mesh.size(home)
+        self.home = self.plan.mesh.index(config.rank, home)
+        self.max_t = max(t for t, _ in artifact.buckets)
+        self.max_s = max(s for _, s in artifact.buckets)
+        self.groups = _groups(self) if config.store else {}
+        self.sizes = {
+            "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, "p": PARAM_WORDS,
+            "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
+        }  # fmt: skip
+        self.params: dict[str, Any] = load_weights(artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n))
+        self.ports = self._ports()
+        self.last_tokens = torch.zeros(self.max_s + 1, dtype=torch.int32)
+        self.arena = torch.empty(0, dtype=torch.uint8)
+        self.programs: dict[tuple[str, int], Emitted] = {}
+        self.state: list[Tensor] = []
+        registry = default_registry()
+        self.kernel = lambda key: registry.get(artifact.kernels[key])
+        for variant in artifact.manifest["variants"]:  # the largest programs size the arena for all
+            self.program(variant, self.max_t)
+
+    def _ports(self) -> dict[str, Tensor]:
+        width = self.sizes["l"]
+        extent = {"t": self.max_t, "s": self.max_s, "l": width, "p": PARAM_WORDS}
+        return {
+            name: torch.full([extent[d] for d in port["dims"]], 0 if name in ("params", "table") else -1, dtype=DTYPES[port["dtype"]])
+            for name, port in self.artifact.ports["inputs"].items()
+        }
+
+    def program(self, variant: str, bucket: int) -> Emitted:
+        """The emitted program, made on first use."""
+        key = (variant, bucket)
+        if key not in self.programs:
+            p = self.artifact.program(variant, bucket)
+            for q in p.all_params():
+                if q.kind in ("cache", "state"):
+                    self._allocate(p, q)
+            runtime = Runtime(
+                self.rank, self.sizes, self.params, self.ports, self.kernel, self.group, self._arena, self.artifact.manifest["device"]
+            )
+            self.programs[key] = emit(p, runtime)
+        return self.programs[key]
+
+    def _allocate(self, p: Program, q: Param) -> None:
+        sizes = dict(p.sizes) | self.sizes
+        for k, t in enumerate(q.types):
+            name = f"{q.name}:{k}"
+            if name not in self.params:
+                self.params[name] = torch.zeros(t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
+                if q.kind == "state":
+                    self.state.append(self.params[name])
+
+    def _arena(self, nbytes: int) -> Tensor:
+        if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
+            self.arena = torch.empty(nbytes, dtype=torch.uint8)
+        return self.arena
+
+    def group(self, axes: tuple[str, ...]) -> Any:
+        if self.plan.mesh.ordered(axes) != axes:
+            raise ValueError(f"a collective over {axes} is not in mesh order {self.plan.mesh.names}; give the plan's axes in mesh order")
+        return self.groups[axes]
+
+    def run(self, step: Step) -> StepResult:
+        """Executes one step; returns when its tokens are known."""
+        program = self.program(step.variant, step.bucket)
+        for op in step.ops:
+            if op.group == self.home:
+                self._apply(op)
+        t, s, g = step.bucket, step.rows, self.home
+        a = step.arrays
+        ids = torch.from_numpy(a["ids"][g * t : (g + 1) * t].copy())
+        pending = ids < 0
+        if bool(pending.any()):
+            ids = torch.where(pending, self.last_tokens[(-ids - 1).clamp(min=0).long()], ids)
+        self.ports["ids"][:t].copy_(ids)
+        for name in ("pos", "slot", "row"):
+            self.ports[name][:t].copy_(torch.from_numpy(a[name][g * t : (g + 1) * t]))
+        self.ports["last"][:s].copy_(torch.from_numpy(a["last"][g * s : (g + 1) * s]))
+        table = a["table"][g * s : (g + 1) * s]
+        self.ports["table"][:s, : table.shape[1]].copy_(torch.from_numpy(table))
+        self.ports["params"][:s].copy_(torch.from_numpy(step.params[g * s : (g + 1) * s]))
+        program.module()
+        tokens = program.results[0][:s].clone()
+        slots = torch.from_numpy(a["request_slots"][g * s : (g + 1) * s])
+        sampled = (torch.from_numpy(a["last"][g * s : (g + 1) * s]) >= 0) & (slots >= 0)
+        self.last_tokens[slots[sampled].long()] = tokens[sampled]
+        result = StepResult(tokens.numpy())
+        if step.variant == "full":
+            _, lp, ids_, lps = program.results
+            result.logprobs, result.top_ids, result.top_logprobs = lp.clone().numpy(), ids_.clone().numpy(), lps.clone().numpy()
+        return result
+
+    def _apply(self, op: StateOp) -> None:
+        if not self.state:
+            return
+        counts, seen, bias = self.state
+        if op.reset:
+            counts[op.slot].zero_()
+            seen[op.slot].zero_()
+            bias[op.slot].zero_()
+        if op.seen:
+            seen[op.slot, torch.tensor(list(op.seen), dtype=torch.long)] = 1
+        for token, n in op.counts.items():
+            counts[op.slot, token] = n
+        if op.bias is not None:
+            row = bias[op.slot]
+            row.fill_(0.0 if op.allowed is None else float("-inf"))
+            if op.allowed is not None:
+                row[torch.tensor(list(op.allowed), dtype=torch.long)] = 0.0
+            for token, value in op.bias.items():
+                row[token] += value
+
+
+def _groups(e: Executor) -> dict[tuple[str, ...], Any]:
+    """Joins the rendezvous and makes one process group a set of mesh axes; all ranks make all groups, in one order."""
+    import itertools
+    import os
+
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mesh = e.plan.mesh
+    dist.init_process_group("gloo", init_method=f"file://{e.config.store}", rank=e.rank, world_size=mesh.ranks)
+    out: dict[tuple[str, ...], Any] = {}
+    for k in range(1, len(mesh.names) + 1):
+        for axes in itertools.combinations(mesh.names, k):
+            for ranks in mesh.groups(axes):
+                group = dist.new_group(ranks)
+                if e.rank in ranks:
+                    out[axes] = group
+    return out

@@ -1,0 +1,107 @@
+"""Weights of one rank: reads the slices that the weight map gives it, puts them into padded local matrices.
+
+Invariant: a parameter is one matrix [rows of all segments, columns] in the storage format the artifact names, or a vector;
+parameters made of the same slices share one object. Nothing is left uninitialised: what no slice covers is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
+from tokenspeed.kernels.formats import QUANTISED, format_of
+from tokenspeed.kernels.weights import QuantWeight
+from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
+
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_weights(
+    m: WeightMap, checkpoint: Checkpoint, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
+    """Local parameters by name. CheckpointError names a missing tensor or a wrong shape."""
+    out: dict[str, Any] = {}
+    shared: dict[object, Any] = {}
+    for i, e in enumerate(m.entries):
+        key = (e.kind, e.segments, str(e.attrs))
+        if key not in shared:
+            shared[key] = rope_table(dict(e.attrs or {})) if e.kind == "rope" else _parameter(m, e, checkpoint, rank)
+        out[e.name] = shared[key]
+        progress(i + 1, len(m.entries))
+    return out
+
+
+def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int) -> Any:
+    parts = [_segment(m, e, s, checkpoint, rank) for s in e.segments]
+    first = parts[0]
+    if isinstance(first, QuantWeight):
+        return first if len(parts) == 1 else QuantWeight.cat([p for p in parts if isinstance(p, QuantWeight)])
+    whole = first if len(parts) == 1 else torch.cat([p for p in parts if isinstance(p, Tensor)])
+    is_vector = all(len(s.type.dims) == s.rows for s in e.segments)
+    return whole.flatten() if is_vector else whole
+
+
+def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int) -> Stored:
+    source = next((n for n in s.sources if checkpoint.stored(n) is not None), None)
+    if source is None:
+        raise CheckpointError(f"the checkpoint has no tensor {' or '.join(map(repr, s.sources))}, which @{e.name} is made of")
+    rows, cols, local = m.matrix_pieces(s, rank)
+    fmt = s.type.dtype
+    if not m.keeps(s.type, rank):
+        return torch.zeros(local, dtype=_DTYPES[fmt])
+    if fmt in QUANTISED:
+        return _quantised(m, s, source, checkpoint, rows, cols, local)
+    out = torch.zeros(local, dtype=_DTYPES[fmt])
+    for src, dst, n in rows:
+        part = checkpoint.matrix(source, (src, src + n), m.shape(s))
+        dense = part.dequantize(torch.float32) if isinstance(part, QuantWeight) else part
+        for c_src, c_dst, width in cols:
+            out[dst : dst + n, c_dst : c_dst + width] = dense[:, c_src : c_src + width].to(out.dtype)
+    return out
+
+
+def _quantised(
+    m: WeightMap, s: Segment, source: str, checkpoint: Checkpoint, rows: list[Any], cols: list[Any], local: tuple[int, int]
+) -> QuantWeight:
+    fmt = format_of(s.type.dtype)
+    data = torch.zeros(local[0], local[1] // fmt.block * fmt.block_bytes, dtype=torch.uint8)
+    for src, dst, n in rows:
+        part = checkpoint.matrix(source, (src, src + n), m.shape(s))
+        if not isinstance(part, QuantWeight) or part.format != s.type.dtype:
+            raise CheckpointError(f"{source!r} is stored as {checkpoint.stored(source)}, the artifact was compiled for {s.type.dtype}; compile it again")
+        for c_src, c_dst, width in cols:
+            block = part.columns(c_src, c_src + width).data
+            at = c_dst // fmt.block * fmt.block_bytes
+            data[dst : dst + n, at : at + block.shape[1]] = block
+    return QuantWeight(data, s.type.dtype, local)
+
+
+def rope_table(attrs: dict[str, Any]) -> Tensor:
+    """float32 [positions, dim]: cos of dim/2 angles, then sin.
+
+    Angles are position * theta^(-2i/dim) (Su et al., 2104.09864); `linear` divides positions by `factor`; `divisors` holds
+    one divisor a frequency (as GGUF files of Llama 3.x do); `llama3` divides
+    low frequencies by `factor` and blends between `low_freq_factor` and `high_freq_factor` turns of the original context.
+    """
+    dim, p = int(attrs["dim"]), dict(attrs["parameters"])
+    inv = 1.0 / (float(p["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    if p["rope_type"] == "linear":
+        inv = inv / float(p["factor"])
+    elif p["rope_type"] == "divisors":
+        inv = inv / torch.tensor(p["divisors"])
+    elif p["rope_type"] == "llama3":
+        old = float(p["original_max_position_embeddings"])
+        low, high, factor = float(p["low_freq_factor"]), float(p["high_freq_factor"]), float(p["factor"])
+        wavelength = 2 * math.pi / inv
+        smooth = (old / wavelength - low) / (high - low)
+        blended = (1 - smooth) * inv / factor + smooth * inv
+        scaled = torch.where(wavelength > old / low, inv / factor, inv)
+        between = (wavelength <= old / low) & (wavelength >= old / high)
+        inv = torch.where(between, blended, scaled)
+    angle = torch.arange(int(attrs["positions"]), dtype=torch.float32)[:, None] * inv
+    return torch.cat([angle.cos(), angle.sin()], dim=1)

@@ -1,0 +1,236 @@
+"""The ranks of an engine: rank 0 in the core's process, the others as worker processes that get the same steps.
+
+A step travels once, packed in a ring of shared memory; a small message tells each worker where it lies, and the
+scheduler's digest travels with it, so that a divergence is an error message and never a hang. Invariant: a slot of the
+ring is written again only after the step that used it has returned on every rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed import _scheduler
+from tokenspeed.runtime.checkpoint import checkpoint_of
+from tokenspeed.runtime.executor import Executor, Progress, RankConfig, StateOp, Step, StepResult, open_artifact
+
+SLOTS = 4  # of the ring; more than steps can be in flight
+
+
+class WorkerError(RuntimeError):
+    """A worker rank failed; the text is its own."""
+
+
+def arrays_of(plan: Any) -> dict[str, Any]:
+    return {k: getattr(plan, k) for k in ("ids", "pos", "slot", "row", "last", "table", "request_slots")}
+
+
+def set_threads(n: int) -> None:
+    """CPU threads of this process's kernels: torch's and our own pool."""
+    torch.set_num_threads(n)
+    try:
+        from tokenspeed import _cpu
+    except ImportError:
+        return
+    _cpu.set_threads(n)
+
+
+def start_executor(config: RankConfig, progress: Progress) -> Executor:
+    set_threads(config.threads)
+    return Executor(config, open_artifact(config.artifact), checkpoint_of(config.weights), progress)
+
+
+class Ranks:
+    """Runs steps on all ranks. `submit` sends a step out, `collect` returns the results of the oldest, by home group."""
+
+    def __init__(self, config: RankConfig, ranks: int, slot_bytes: int, progress: Progress) -> None:
+        self.workers: list[tuple[Any, Connection]] = []
+        self.memory: SharedMemory | None = None
+        self.sent = 0
+        self.waiting: deque[tuple[Step, Any]] = deque()
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        if ranks > 1:
+            self.folder = tempfile.TemporaryDirectory(prefix="tokenspeed-")
+            config = replace(config, store=str(Path(self.folder.name) / "rendezvous"))
+            self.memory = SharedMemory(create=True, size=SLOTS * slot_bytes)
+            self.slot_bytes = slot_bytes
+            self._spawn(config, ranks)
+        try:
+            self.executor = start_executor(config, progress)
+            self.leaders = self._await_ready()
+        except BaseException as e:
+            reason = self._worker_reason()
+            self.close()
+            if reason and not isinstance(e, WorkerError):
+                raise WorkerError(reason) from e
+            raise
+
+    def _spawn(self, config: RankConfig, ranks: int) -> None:
+        assert self.memory
+        context = mp.get_context("spawn")
+        for rank in range(1, ranks):
+            ours, theirs = context.Pipe()
+            p = context.Process(target=worker_main, args=(replace(config, rank=rank), theirs, self.memory.name, self.slot_bytes),
+                                name=f"tokenspeed-rank{rank}", daemon=True)  # fmt: skip
+            p.start()
+            theirs.close()
+            self.workers.append((p, ours))
+
+    def _await_ready(self) -> dict[int, Connection]:
+        """Waits for every worker; the connections that bring results of the other home groups."""
+        leaders: dict[int, Connection] = {}
+        for _, conn in self.workers:
+            kind, value = self._receive(conn)
+            assert kind == "ready", kind
+            home, leads = value
+            if leads and home != self.executor.home:
+                leaders[home] = conn
+        return leaders
+
+    def _receive(self, conn: Connection) -> tuple[str, Any]:
+        try:
+            kind, value = conn.recv()
+        except (EOFError, OSError):
+            raise WorkerError(self._worker_reason() or "a worker rank ended without a word") from None
+        if kind == "error":
+            raise WorkerError(value)
+        return kind, value
+
+    def _worker_reason(self) -> str:
+        """What a failed worker said, if any."""
+        for p, conn in self.workers:
+            try:
+                while conn.poll(0.2 if not p.is_alive() else 0):
+                    kind, value = conn.recv()
+                    if kind == "error":
+                        return value
+            except (EOFError, OSError):
+                pass
+            if not p.is_alive():
+                return f"worker {p.name} ended with exit code {p.exitcode}"
+        return ""
+
+    def check(self) -> None:
+        """WorkerError when a worker has died."""
+        if any(not p.is_alive() for p, _ in self.workers):
+            raise WorkerError(self._worker_reason())
+
+    def publish(self, plan: Any, params: Any, variant: str, ops: list[StateOp]) -> Step:
+        """Sends one step to the workers; returns rank 0's own."""
+        step = Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops)
+        if self.memory is not None:
+            slot = self.sent % SLOTS
+            self.sent += 1
+            start = slot * self.slot_bytes
+            plan.pack_into(self.memory.buf[start : start + self.slot_bytes])
+            message = pickle.dumps((slot, plan.step, plan.digest, variant, params, ops))
+            for _, conn in self.workers:
+                try:
+                    conn.send_bytes(message)
+                except OSError:
+                    raise WorkerError(self._worker_reason() or "a worker rank has gone") from None
+        return step
+
+    def execute(self, step: Step) -> list[StepResult]:
+        """Runs a published step on this rank and gathers the other home groups' results, in group order."""
+        try:
+            mine = self.executor.run(step)
+        except Exception as e:
+            reason = self._worker_reason()
+            if reason:
+                raise WorkerError(reason) from e
+            raise
+        out: list[StepResult] = []
+        for g in range(self.executor.dp):
+            out.append(mine if g == self.executor.home else self._receive(self.leaders[g])[1])
+        return out
+
+    def close(self) -> None:
+        for _, conn in self.workers:
+            try:
+                conn.send_bytes(b"")
+            except OSError:
+                pass
+        for p, conn in self.workers:
+            p.join(5)
+            if p.is_alive():
+                p.kill()
+                p.join(5)
+            conn.close()
+        self.workers = []
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory.unlink()
+            self.memory = None
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
+
+
+def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_bytes: int) -> None:
+    """A worker rank's process: runs steps until an empty message or the parent's death (its end of the pipe closes)."""
+    try:
+        _die_with_parent()
+        executor = start_executor(config, lambda stage, done, total: None)
+        mesh = executor.plan.mesh
+        leads = all(c == 0 for a, c in mesh.coords(config.rank).items() if a not in executor.plan.home)
+        conn.send(("ready", (executor.home, leads)))
+        memory = SharedMemory(memory_name, track=False) if _tracks() else SharedMemory(memory_name)
+        try:
+            _serve(executor, conn, memory, slot_bytes, leads and executor.home != 0)
+        finally:
+            memory.close()
+    except (EOFError, KeyboardInterrupt):
+        return
+    except BaseException as e:
+        try:
+            conn.send(("error", f"rank {config.rank}: {type(e).__name__}: {e}\n{traceback.format_exc()}"))
+        except OSError:
+            pass
+        raise SystemExit(1) from None
+
+
+def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_bytes: int, reports: bool) -> None:
+    while message := conn.recv_bytes():
+        slot, number, digest, variant, params, ops = pickle.loads(message)
+        start = slot * slot_bytes
+        plan = _scheduler.Plan.unpack(memory.buf[start : start + slot_bytes])
+        if (plan.step, plan.digest) != (number, digest):
+            raise RuntimeError(f"step {number}: the plan in shared memory is that of step {plan.step}; the ranks have diverged")
+        result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops))
+        if reports:
+            conn.send(("result", result))
+
+
+def _tracks() -> bool:
+    """Whether SharedMemory takes `track` (Python 3.13): an attaching process must not unlink it."""
+    import sys
+
+    return sys.version_info >= (3, 13)
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel ends this process when its parent goes."""
+    import ctypes
+    import signal
+
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        raise SystemExit(1)
