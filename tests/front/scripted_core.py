@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -47,8 +49,10 @@ class Running:
 class Core:
     """The loop. `burst` tokens of each request a step."""
 
-    def __init__(self, config: EngineConfig, inbox: Inbox, outbox: Outbox, burst: int = 1) -> None:
-        self.config, self.inbox, self.outbox, self.burst = config, inbox, outbox, burst
+    def __init__(
+        self, config: EngineConfig, inbox: Inbox, outbox: Outbox, burst: int = 1, kv_tokens: int = 100_000
+    ) -> None:
+        self.config, self.inbox, self.outbox, self.burst, self.kv_tokens = config, inbox, outbox, burst, kv_tokens
         self.running: dict[int, Running] = {}
         self.seen: set[tuple[int, ...]] = set()
         self.counts = {"submits": 0, "aborts": 0, "finishes": 0}
@@ -57,7 +61,7 @@ class Core:
 
     def run(self) -> None:
         limit = self.config.max_model_len or MAX_LEN
-        self.outbox.put(Ready(limit, VOCAB, 100_000, {"model": self.config.model, "ranks": 1}))
+        self.outbox.put(Ready(limit, VOCAB, self.kv_tokens, {"model": self.config.model, "ranks": 1}))
         while True:
             idle = not any(r.submit.prompt_ids[0] != STALL for r in self.running.values())
             first = self.inbox.get(None if idle else 0)
@@ -142,6 +146,10 @@ def run_core_bursts(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     Core(config, inbox, outbox, burst=3).run()
 
 
+def run_core_small_cache(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    Core(config, inbox, outbox, kv_tokens=40).run()
+
+
 def run_core_refusing(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     outbox.put(Died("model.safetensors is missing shard 2 of 3"))
 
@@ -159,3 +167,27 @@ def run_core_deaf(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     outbox.put(Ready(MAX_LEN, VOCAB, 100_000))
     while True:
         time.sleep(0.1)
+
+
+def run_core_with_worker(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    """Comes up with a child of its own, as a rank's worker is, and tells its process id."""
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    outbox.put(Ready(MAX_LEN, VOCAB, 100_000, {"worker": worker.pid}))
+    inbox.get(None)
+
+
+class MinusInfinityCore(Core):
+    """Every log-probability is that of a masked token."""
+
+    @staticmethod
+    def logprob(token: int, top: int) -> TokenLogprob:
+        return TokenLogprob(token, float("-inf"), [token] * top, [float("-inf")] * top)
+
+
+def run_core_minus_infinity(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    MinusInfinityCore(config, inbox, outbox).run()
+
+
+def run_core_loading(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    """Never gets ready."""
+    time.sleep(60)

@@ -17,7 +17,7 @@ from tokenspeed.runtime.server.serve import serve
 def main() -> int:
     given = json.loads(sys.argv[1])
     target = getattr(scripted_core, given.pop("target"))
-    server = ServerConfig(port=0, drain_timeout=given.pop("drain_timeout", 30.0))
+    server = ServerConfig(port=given.pop("port", 0), drain_timeout=given.pop("drain_timeout", 30.0))
     engine = EngineConfig(**{"model": "smollm2", **given})
     configure_logging("info")
     try:

@@ -121,12 +121,12 @@ class AsyncLLM:
 
     async def close(self, *, force: bool = False) -> None:
         """Abort what runs, shut the core down (`force`: without waiting for it). Idempotent."""
+        self._ready = None  # first, so that an abort cannot make room for one more request
         self.abort_all()
         if self._pump_task is not None:
             self._pump_task.cancel()
         if self._client is not None:
             await self._client.close(force=force)
-        self._ready = None
         self._fail_calls("the engine is closed")
 
     @property

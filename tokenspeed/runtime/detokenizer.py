@@ -123,8 +123,8 @@ class Detokenizer:
         if self.stopped_by is None:
             self._append(self._decoder.decode(b"", final=True), may_stop=self._pushed > self._min_tokens)
         self._matcher = None
-        text, _ = self.take()
         count = len(self._ends)
+        text, _ = self.take()
         self._ends.clear()
         return text, count
 

@@ -47,7 +47,7 @@ class Engine:
         """`target` replaces the engine core's entry (tests)."""
         self.config = config
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tokenspeed-engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="tokenspeed-engine", daemon=True)
         self._thread.start()
         self._closed = False
         try:
@@ -55,6 +55,16 @@ class Engine:
         except BaseException:
             self._stop_loop()
             raise
+
+    def _main(self) -> None:
+        """The background thread: run the loop until it is stopped, then leave no task and no thread behind."""
+        loop = self._loop
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
     async def _start(self, target: CoreEntry | None) -> AsyncLLM:
         llm = AsyncLLM(self.config, target=target)
@@ -236,7 +246,6 @@ class Engine:
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
 
 def _prompts(prompt: Any, input_ids: Any) -> tuple[list[Prompt], bool]:

@@ -32,7 +32,7 @@ def find_embedded_model() -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata, tensors as (name, dims innermost first, ggml type, byte from `data_start`), and where the data begins."""
+    """Metadata, tensors as (name, dims innermost first, ggml type, byte after `data_start`), where the data begins."""
 
     metadata: dict[str, Any]
     tensors: list[tuple[str, tuple[int, ...], int, int]]

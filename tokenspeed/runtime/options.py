@@ -198,7 +198,8 @@ def markdown(*classes: type) -> str:
         lines += ["| flag | environment | type | default | meaning |", "|---|---|---|---|---|"]
         for row in table(cls):
             flag = row.name.upper() if row.positional else ", ".join([row.flag, *row.aliases])
-            kind = " \\| ".join(map(str, row.choices)) if row.choices else _METAVAR[row.type].lower()
+            kind = "|".join(map(str, row.choices)) if row.choices else _METAVAR[row.type].lower()
+            kind = kind.replace("|", " \\| ")
             default = "required" if row.positional else _show(row.default)
             lines.append(f"| `{flag}` | `{row.env}` | {kind} | {default} | {row.help} |")
     return "\n".join(lines) + "\n"

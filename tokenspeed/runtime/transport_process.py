@@ -53,11 +53,20 @@ class Codec:
         return self._decoders[name].decode(payload)
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket without a high-water mark: a send never blocks and never drops."""
-    socket = context.socket(kind)
+def _sender(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
+    """A socket whose sends never block: no high-water mark, and it connects, so it queues before its peer is up."""
+    socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
+    socket.connect(address)
+    return socket
+
+
+def _receiver(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
+    """A socket that never makes its peer wait."""
+    socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(address)
     return socket
 
 
@@ -72,6 +81,7 @@ class ProcessClient:
         self._codec_in, self._codec_out = Codec(ToFront), Codec(ToCore)
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self._dead = False  # set by the reader thread
 
     @property
     def pid(self) -> int | None:
@@ -82,11 +92,9 @@ class ProcessClient:
         self._mailbox = Mailbox()
         self._directory = tempfile.mkdtemp(prefix="tokenspeed-")  # mode 0700: no other user reaches the sockets
         self._context = zmq.Context(io_threads=1)
-        self._push = _socket(self._context, zmq.PUSH)
-        self._pull = _socket(self._context, zmq.PULL)
         addresses = (f"ipc://{self._directory}/core", f"ipc://{self._directory}/front")
-        self._push.bind(addresses[0])
-        self._pull.bind(addresses[1])
+        self._push = _sender(self._context, addresses[0])
+        self._pull = _receiver(self._context, addresses[1])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND],
             stdin=subprocess.PIPE,
@@ -118,6 +126,7 @@ class ProcessClient:
                 self._mailbox.put(message)
                 died |= isinstance(message, Died)
             if not alive:
+                self._dead = True
                 break
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # worker ranks that the core left behind
@@ -125,7 +134,7 @@ class ProcessClient:
             self._mailbox.put(Died(_exit_reason(self._process.returncode)))
 
     def send(self, message: ToCore) -> None:
-        if not self._closing:
+        if not (self._closing or self._dead):
             self._push.send_multipart(self._codec_out.encode(message), zmq.NOBLOCK)
 
     async def recv(self) -> ToFront:
@@ -204,9 +213,7 @@ def child_main() -> None:
 
     configure_logging(config.log_level)
     context = zmq.Context(io_threads=1)
-    pull, push = _socket(context, zmq.PULL), _socket(context, zmq.PUSH)
-    pull.connect(addresses[0])
-    push.connect(addresses[1])
+    pull, push = _receiver(context, addresses[0]), _sender(context, addresses[1])
     outbox = _SocketOutbox(push)
     try:
         target: CoreEntry = getattr(importlib.import_module(module), name)

@@ -65,6 +65,7 @@ class _Answer:
         self._llm = llm
         self._body = body
         self._params = params
+        self._prompts = body.prompts()
         self._streams = streams
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -77,8 +78,8 @@ class _Answer:
         """text_completion."""
         choices: list[dict[str, Any]] = []
         outputs = [await stream.collect() for stream in self._streams]
-        for stream, output in zip(self._streams, outputs):
-            echo = await self._echo(stream)
+        for at, output in enumerate(outputs):
+            echo = await self._echo(at)
             for done in output.choices:
                 choices.append(self._choice(len(choices), done, echo, 0))
         return {**self._head, "choices": choices, "usage": usage_object([output.usage for output in outputs])}
@@ -97,8 +98,8 @@ class _Answer:
         sent: dict[int, int] = {}  # choice -> characters of its pieces so far
         count = self._params.n
         if self._body.echo:
-            for at, stream in enumerate(self._streams):
-                echo = await self._echo(stream)
+            for at in range(len(self._streams)):
+                echo = await self._echo(at)
                 for index in range(at * count, (at + 1) * count):
                     sent[index] = len(echo.text)
                     yield self._event(self._choice(index, Completion(), echo, 0))
@@ -137,16 +138,16 @@ class _Answer:
         }
         return {**choice, "token_ids": part.token_ids} if self._body.return_token_ids else choice
 
-    async def _echo(self, stream: RequestStream) -> _Echo:
-        """The prompt's text, and its log-probabilities where they are asked for."""
+    async def _echo(self, at: int) -> _Echo:
+        """A prompt's text, and its log-probabilities where they are asked for."""
         if not self._body.echo:
             return _Echo()
-        tokenizer, ids = self._llm.tokenizer, stream.prompt_ids
+        tokenizer, ids, sent = self._llm.tokenizer, self._streams[at].prompt_ids, self._prompts[at]
         if tokenizer is None:
             pieces = [token_name(None, token) for token in ids]
         else:
             pieces = tokenizer.pieces(ids)
-            if ids[0] == tokenizer.bos_id:
+            if isinstance(sent, str) and ids[0] == tokenizer.bos_id and not sent.startswith(pieces[0]):
                 pieces[0] = ""  # not a part of the text that was sent
         if self._body.logprobs is None:
             return _Echo("".join(pieces))
