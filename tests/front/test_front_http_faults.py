@@ -194,6 +194,20 @@ def test_every_field_of_the_documentation(server: AppServer) -> None:
     assert page.read_text("utf-8").endswith(markdown())
 
 
+@pytest.mark.parametrize(("path", "cls"), [(CHAT, protocol.ChatRequest), (TEXT, protocol.CompletionRequest)])
+def test_null_is_the_default_of_every_field(server: AppServer, path: str, cls: Any) -> None:
+    body = dict.fromkeys(cls.model_fields) | {"messages": MESSAGES, "prompt": "x"}
+    assert server.post(path, {**body, "max_tokens": 1}).status_code == 200
+
+
+def test_an_open_last_message(server: AppServer) -> None:
+    conversation = [*MESSAGES, {"role": "assistant", "content": "I say"}]
+    body = {"messages": conversation, "continue_final_message": True, "max_tokens": 1}
+    closed = server.post(CHAT, {**body, "continue_final_message": None}).json()["usage"]["prompt_tokens"]
+    assert server.post(CHAT, body).json()["usage"]["prompt_tokens"] < closed
+    check(server.post(CHAT, {**body, "add_generation_prompt": True}), 400, "continue_final_message")
+
+
 def test_a_long_body_is_refused_before_it_is_read() -> None:
     with AppServer(server=ServerConfig(max_body_bytes=2000)) as server:
         big = json.dumps({"prompt": "x" * 3000}).encode()

@@ -193,7 +193,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_local_function_cannot_be_a_core_process() -> None:
-    with pytest.raises(ValueError, match="no module-level function"):
+    with pytest.raises(ValueError, match="no function of an importable module"):
         ProcessClient(CONFIG, lambda config, inbox, outbox: None)
 
 

@@ -168,7 +168,7 @@ class AsyncLLM:
         params = params or SamplingParams()
         ready = self.ready
         ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
-        self._check_prompt(ids, params)
+        self._check_prompt(ids, params, from_text=isinstance(prompt, str))
         eos = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         core_params = params.resolve(len(ids), self.max_len, eos, ready.vocab_size)
         while not self._has_room(params.n, len(ids)):
@@ -239,13 +239,14 @@ class AsyncLLM:
             return self._client
         raise UnavailableError("the engine is closed")
 
-    def _check_prompt(self, ids: list[int], params: SamplingParams) -> None:
+    def _check_prompt(self, ids: list[int], params: SamplingParams, *, from_text: bool) -> None:
+        """Written without a Python loop: a prompt may have hundreds of thousands of ids."""
         if not ids:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
         vocab = self.ready.vocab_size
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt")
+        are_ints = from_text or set(map(type, ids)) == {int}
+        if not are_ints or min(ids) < 0 or max(ids) >= vocab:
+            raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt")
         if self.tokenizer is None and params.stops:
             raise RequestError("stop needs the text, but this model has no tokenizer: use stop_token_ids", param="stop")
 

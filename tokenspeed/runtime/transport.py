@@ -113,10 +113,9 @@ async def first_message(mailbox: Mailbox) -> Ready:
 
 def describe(fault: BaseException) -> str:
     """A fault as the reason of a `Died`: its text, and its type where the text does not name the cause by itself."""
-    text = str(fault)
-    return (
-        text if text and isinstance(fault, ValueError | StartupError | OSError) else f"{type(fault).__name__}: {text}"
-    )
+    text, kind = str(fault), type(fault)
+    speaks = kind.__module__.startswith("tokenspeed.") or isinstance(fault, ValueError | OSError)
+    return text if text and speaks else f"{kind.__name__}: {text}"
 
 
 class _ThreadInbox:

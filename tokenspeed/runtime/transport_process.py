@@ -74,8 +74,9 @@ class ProcessClient:
     """The core in a child process (see the module's text). `target` must be a module-level function."""
 
     def __init__(self, config: EngineConfig, target: CoreEntry) -> None:
-        if "<" in target.__qualname__:
-            raise ValueError(f"{target.__qualname__} is no module-level function: a core process cannot import it")
+        if "<" in target.__qualname__ or target.__module__ == "__main__":
+            name = f"{target.__module__}.{target.__qualname__}"
+            raise ValueError(f"{name} is no function of an importable module: a core process cannot import it")
         self._config = config
         self._target = (target.__module__, target.__qualname__)
         self._codec_in, self._codec_out = Codec(ToFront), Codec(ToCore)

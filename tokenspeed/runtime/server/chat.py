@@ -25,8 +25,13 @@ async def chat_completions(llm: AsyncLLM, model: str, body: ChatRequest, request
     body.check_fields()
     params = body.sampling()
     text = llm.render_chat(body.messages, **body.template_variables())
-    ids = await llm.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
-    stream = await llm.submit(ids, params, priority=body.priority, cache_salt=body.cache_salt or "")
+    stream = await llm.submit(
+        text,
+        params,
+        add_special_tokens=False,  # the template writes them itself
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
     answer = _Answer(llm, model, body)
     if body.stream:
         return EventStream(answer.events(stream), stream.close)

@@ -45,7 +45,7 @@ async def completions(llm: AsyncLLM, model: str, body: CompletionRequest, reques
     try:
         for prompt in body.prompts():
             salt = body.cache_salt or ""
-            streams.append(await llm.submit(prompt, params, priority=body.priority, cache_salt=salt))
+            streams.append(await llm.submit(prompt, params, priority=body.priority or 0, cache_salt=salt))
     except BaseException:
         close_all(streams)
         raise

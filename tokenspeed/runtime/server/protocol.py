@@ -109,7 +109,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
 
     @property
@@ -147,8 +147,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -170,18 +170,16 @@ class ChatRequest(GenerationRequest):
                 raise RequestError(f"{name} is a field of the request, not one of chat_template_kwargs", param=name)
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
-        return {
-            **variables,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-            "continue_final_message": self.continue_final_message,
-        }
+        goes_on = bool(self.continue_final_message)
+        begins = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
+        return {**variables, "add_generation_prompt": begins, "continue_final_message": goes_on}
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. The prompt is a text, token ids, or a list of either."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    echo: bool = False
+    echo: bool | None = None
     logprobs: int | None = None
 
     def sampling(self) -> SamplingParams:
