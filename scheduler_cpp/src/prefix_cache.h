@@ -80,6 +80,7 @@ class PrefixCache {
 
  private:
   friend class NodeRef;
+  friend struct Fingerprint;  // tests: the canonical form of a state
 
   struct Node {
     PageKey key;

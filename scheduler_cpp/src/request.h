@@ -24,8 +24,8 @@ struct Order {
 // When a request's output ends.
 struct Limits {
   int max_new_tokens = 0;
-  int min_new_tokens = 0;             // a stop id sampled before this many tokens does not end the output
-  std::vector<Token> stop_token_ids;  // sorted
+  int min_new_tokens = 0;                  // a stop id sampled before this many tokens does not end the output
+  std::vector<Token> stop_token_ids = {};  // sorted
 
   bool Stops(Token token, int outputs) const noexcept {
     return outputs >= min_new_tokens && std::ranges::binary_search(stop_token_ids, token);

@@ -91,6 +91,8 @@ class Scheduler {
   void Check() const;
 
  private:
+  friend struct Fingerprint;  // tests: the canonical form of a state
+
   struct InFlight {
     StepId step = 0;
     std::vector<Chosen> chosen;  // [dp * rows] in row order; null requests are holes
