@@ -4,6 +4,7 @@
 
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <variant>
 
 #include "residency.h"

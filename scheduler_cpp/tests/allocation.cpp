@@ -6,8 +6,8 @@
 
 namespace tokenspeed::allocation {
 namespace {
-long count = 0;
-long fail_after = -1;
+thread_local long count = 0;  // a thread counts, and fails, for itself
+thread_local long fail_after = -1;
 }  // namespace
 
 long Count() { return count; }

@@ -127,6 +127,16 @@ def test_a_blocked_request_is_admitted_as_soon_as_its_prefix_is_cached() -> None
     e.drain()
 
 
+def test_an_admission_is_not_undone_by_the_next_steps() -> None:
+    """A request is admitted with a page to spare for each that runs: filling the pool to the brim would retract it."""
+    e = engine(num_pages=8, max_seq_len=16)
+    e.add(0, [0, 1, 2, 3, 4], 8)
+    e.step()
+    e.add(1, [5, 4, 3, 2, 1, 0, 5, 4, 3], 6)  # its five pages are just those that are left
+    e.drain()
+    assert e.scheduler.stats()["retractions"] == 0 and e.order == [0, 1]
+
+
 def test_the_newest_is_the_victim() -> None:
     e = engine(num_pages=11, max_seq_len=18)
     for i in range(3):
