@@ -18,7 +18,9 @@ WORDS = [
 SPECIAL = len(WORDS)
 TABLE = [*WORDS, b"<special>"]
 TOKENS = st.lists(st.one_of(st.integers(97, 100), st.integers(256, SPECIAL), st.integers(0, SPECIAL)), max_size=24)
-STOPS = st.lists(st.text(alphabet="abcd 日", min_size=1, max_size=5), max_size=3)
+STOPS = st.lists(
+    st.one_of(st.text("ab", min_size=1, max_size=3), st.text("abcd 日", min_size=1, max_size=5)), max_size=3
+)
 
 
 def run(tokens: list[int], stops: list[str], **options: object) -> tuple[list[tuple[str, int]], str | None, int]:
@@ -192,6 +194,15 @@ def test_two_tokens_in_one_update_give_their_text_once() -> None:  # TensorRT-LL
 def test_no_stop_before_min_tokens() -> None:
     assert "".join(stream(["x", "x", "x", "x"], ["x"], min_tokens=2)) == "xx"
     assert "".join(stream(["ab", "ab", "ab"], ["ba"], min_tokens=1)) == "a"
+
+
+def test_a_match_may_begin_within_one_that_came_too_early() -> None:
+    assert "".join(stream(["a", "a", "a", "b"], ["aa"], min_tokens=2)) == "a"
+
+
+def test_of_two_stop_strings_that_end_together_the_longer_counts() -> None:
+    for stop in (["b", "ab"], ["ab", "b"]):
+        assert "".join(stream(["x", "ab"], stop)) == "x"
 
 
 def test_an_id_beyond_the_vocabulary_has_no_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import scripted_core
 from httpx_sse import connect_sse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import AppServer
+from vocabularies import from_metadata, gpt2_metadata
 
 from tokenspeed.runtime.config import ServerConfig
 
@@ -172,6 +174,18 @@ def test_echo_with_logprobs(server: AppServer, prompt: Any, max_tokens: int) -> 
 def test_echo_without_logprobs(server: AppServer) -> None:
     choice = server.post(TEXT, {"prompt": "<|im_start|>a b", "echo": True, "max_tokens": 2}).json()["choices"][0]
     assert choice["text"] == "<|im_start|>a ba" and choice["logprobs"] is None
+
+
+def test_the_added_bos_is_a_token_but_no_text(tmp_path: Path) -> None:
+    from_metadata(gpt2_metadata("gpt-2", add_bos_token=True)).save(tmp_path)
+    with AppServer(model=str(tmp_path)) as server:
+        for prompt, first in (("the the", ""), ("<s>the the", "<s>")):
+            body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+            choice = server.post(TEXT, body).raise_for_status().json()["choices"][0]
+            assert choice["text"] == prompt
+            assert choice["logprobs"]["tokens"] == [first, "the", " the"]
+        answer = server.post(CHAT, {"messages": MESSAGES})
+        assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
 
 
 def test_completion_logprobs_count_the_best_and_the_sampled(server: AppServer) -> None:

@@ -251,7 +251,7 @@ def test_a_failure_of_the_core_is_told(server: AppServer, stream: bool) -> None:
 # ---- lost clients --------------------------------------------------------------------------------------------------
 
 
-def open_stream(server: AppServer, prompt: list[int] = HELD, **more: Any) -> socket.socket:
+def open_stream(server: AppServer, prompt: list[Any] = HELD, **more: Any) -> socket.socket:
     """A connection on which a request has been sent and nothing read."""
     body = json.dumps({"prompt": prompt, "max_tokens": 400, "stream": True, **more}).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -278,6 +278,14 @@ def test_a_client_that_leaves_is_noticed_without_a_token(server: AppServer, stre
     wait(lambda: server.core_stats()["running"] == 0)
     assert server.core_stats()["aborts"] == before + n
     wait(lambda: server.life.active == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_all_its_prompts_with_it(server: AppServer, stream: bool) -> None:
+    sock = open_stream(server, [HELD, HELD, HELD], stream=stream)
+    wait(lambda: server.core_stats()["running"] == 3)
+    sock.close()
+    wait(lambda: server.core_stats()["running"] == 0)
 
 
 def test_a_client_that_leaves_in_the_middle(server: AppServer) -> None:

@@ -5,20 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tokenspeed.runtime import logs
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    before = root.level, root.handlers[:]
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
 
 
 class Stuck(logging.Handler):
@@ -34,6 +24,7 @@ class Stuck(logging.Handler):
         self.lines.put(self.format(record))
 
 
+@pytest.mark.usefixtures("root_logger")
 def test_a_stuck_output_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "CAPACITY", 5)
     output = Stuck()

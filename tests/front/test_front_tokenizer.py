@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from vocabularies import from_metadata, gpt2_metadata
 
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.gguf_metadata import find_embedded_model, read_metadata
 from tokenspeed.runtime.gguf_tokenizer import build_backend
-from tokenspeed.runtime.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
+from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "Hello, world! It's 12345 o'clock; they'll DON'T",
@@ -99,26 +100,6 @@ def test_names_tell_parts_of_characters_apart(smollm2: Tokenizer) -> None:
 
 
 # ---- made-up vocabularies ------------------------------------------------------------------------------------------
-
-
-def gpt2_metadata(pre: str, **more: Any) -> dict[str, Any]:
-    """A byte-level vocabulary of the 256 bytes, a few words and two control tokens."""
-    tokens = [*byte_alphabet(), "th", "the", "Ġthe", "<s>", "</s>"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [3, 3],
-        "tokenizer.ggml.merges": ["t h", "th e", "Ġ the"],
-        "tokenizer.ggml.bos_token_id": len(tokens) - 2,
-        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
-        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
-    }
-
-
-def from_metadata(metadata: dict[str, Any]) -> Tokenizer:
-    bos = metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.bos_token_id"]]
-    return Tokenizer(build_backend(metadata, "test"), special_tokens={"bos_token": bos})
 
 
 def test_bos_comes_once() -> None:  # vllm#12985, llama.cpp#3966

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"loading [bold]{engine.model}[/] (listening on {url}, /health is 503 until it is ready)")
 
     def on_ready(ready: Ready, url: str) -> None:
-        console.print(_summary(engine, ready, url))
+        console.print(_summary(ready, url))
 
     return _run_loop(serve(engine, server, on_listen=on_listen, on_ready=on_ready))
 
@@ -53,18 +53,10 @@ def _run_loop(work: Coroutine[Any, Any, int]) -> int:
     return uvloop.run(work)
 
 
-def _summary(engine: EngineConfig, ready: Ready, url: str) -> Table:
+def _summary(ready: Ready, url: str) -> Table:
     from rich.table import Table
 
     table = Table(title="TokenSpeed is ready", title_justify="left", show_header=False)
-    rows = {
-        "URL": f"{url}/v1",
-        "model": engine.model,
-        "context": f"{ready.max_model_len:,} tokens",
-        "KV cache": f"{ready.kv_tokens:,} tokens",
-        "vocabulary": f"{ready.vocab_size:,}",
-        **ready.summary,
-    }
-    for name, value in rows.items():
+    for name, value in {"URL": f"{url}/v1", **ready.summary}.items():
         table.add_row(str(name), str(value))
     return table

@@ -211,9 +211,10 @@ def _system_in_user(messages: list[Message]) -> list[Message] | None:
 
 
 def _joined(contents: list[Any]) -> Any:
-    if isinstance(contents[0], list):
-        return [part for content in contents for part in content]
-    return "\n\n".join(contents)
+    """Contents of the form `_normalise` gives (a text, or one text part) as one, with an empty line between them."""
+    if isinstance(contents[0], str):
+        return "\n\n".join(contents)
+    return [{"type": "text", "text": "\n\n".join(content[0]["text"] for content in contents)}]
 
 
 def _cut_after_final(text: str, messages: list[Message]) -> str:

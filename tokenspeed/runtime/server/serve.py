@@ -60,7 +60,12 @@ async def serve(
         url = f"http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}"
         listener = _Listener(
             uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=FLUSH_SECONDS
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )
         signals = _Signals(asyncio.get_running_loop())
