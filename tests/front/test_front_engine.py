@@ -222,6 +222,22 @@ def test_import_is_light() -> None:
     assert result.stdout == "False\n"
 
 
+BARE = """
+import sys
+for name in ("msgspec", "zmq", "gguf", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "rich"):
+    sys.modules[name] = None
+import scripted_core
+from tokenspeed import Engine, SamplingParams
+with Engine("smollm2", core="inproc", target=scripted_core.run_core) as engine:
+    print(engine.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=2)).text)
+"""
+
+
+def test_an_engine_needs_none_of_the_serving_packages() -> None:
+    result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment())
+    assert result.stdout == "system\n", result.stderr
+
+
 def test_public_names() -> None:
     assert {"Engine", "SamplingParams", "RequestOutput"} <= set(dir(tokenspeed))
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
