@@ -6,7 +6,8 @@ def linear(
     ldo: int, out_dtype: int, int8_activations: bool, /,
 ) -> None: ...  # fmt: skip
 def lookup(
-    ids: int, t: int, rows: int, width: int, offset: int, w: int, ldw: int, packed: bool, layout: int, out: int, ldo: int,
+    ids: int, t: int, rows: int, width: int, offset: int, w: int, ldw: int, packed: bool, layout: int, out: int,
+    ldo: int,
     out_dtype: int, /,
 ) -> None: ...  # fmt: skip
 def norm(
@@ -14,7 +15,8 @@ def norm(
     outer: int, inner: int, d: int, eps: float, dtype: int, /,
 ) -> None: ...  # fmt: skip
 def rope(
-    x: int, xt: int, xn: int, pos: int, table: int, ldt: int, out: int, ot: int, on: int, t: int, n: int, d: int, r: int,
+    x: int, xt: int, xn: int, pos: int, table: int, ldt: int, out: int, ot: int, on: int, t: int, n: int, d: int,
+    r: int,
     dtype: int, /,
 ) -> None: ...  # fmt: skip
 def pointwise(
@@ -26,18 +28,36 @@ def append(
 ) -> None: ...  # fmt: skip
 def attend(
     q: int, qt: int, qn: int, kcache: int, vcache: int, cs: int, ch: int, pos: int, row: int, table: int, ldt: int,
-    out: int, ot: int, on: int, t: int, n: int, kv: int, d: int, page: int, scale: float, dtype: int, cache_dtype: int, /,
+    out: int, ot: int, on: int, t: int, n: int, kv: int, d: int, page: int, scale: float, dtype: int,
+    cache_dtype: int, /,
 ) -> None: ...  # fmt: skip
 def logits(
-    z: int, ldz: int, params: int, out: int, ldo: int, value: int, index: int, s: int, v: int, offset: int, temper: bool,
+    z: int, ldz: int, params: int, out: int, ldo: int, value: int, index: int, s: int, v: int, offset: int,
+    temper: bool,
     gumbel: bool, /,
 ) -> None: ...  # fmt: skip
 def sample(
-    z: int, ldz: int, params: int, counts: int, ldc: int, seen: int, lds: int, bias: int, ldb: int, rows: int, token: int,
+    z: int, ldz: int, params: int, counts: int, ldc: int, seen: int, lds: int, bias: int, ldb: int, rows: int,
+    token: int,
     logprob: int, top_ids: int, top_logprobs: int, s: int, vocab: int, /,
 ) -> None: ...  # fmt: skip
+def advise_huge_pages(data: int, bytes: int, /) -> bool:
+    """Asks for huge pages behind page-aligned memory; True if the kernel took the advice."""
+
 def read_sum(data: int, bytes: int, /) -> int:
-    """Sum of the 32-bit words of `bytes` (rounded down to 64) at `data`, by every thread: reads memory at full speed."""
+    """Sum of the 32-bit words of `bytes` (rounded down to 64) at `data`, by every thread: memory at full speed."""
+
+class Program:
+    """Recorded kernel calls; see tokenspeed.kernels.capture."""
+
+    def run(self) -> None: ...
+    def __len__(self) -> int: ...
+
+def begin_capture() -> None:
+    """From here on this thread's kernel calls are recorded and not run; RuntimeError if it already captures."""
+
+def end_capture() -> Program:
+    """What was recorded since begin_capture; RuntimeError if this thread does not capture."""
 
 def tile_bytes(layout: int, blocks: int, /) -> int:
     """Bytes of one packed tile of 16 rows and 32 * blocks columns."""
@@ -50,6 +70,9 @@ def set_threads(threads: int) -> None:
 
 def available_threads() -> int:
     """Processors in this process's affinity mask."""
+
+def source_hash() -> str:
+    """A hash of the C++ sources of this build."""
 
 def isa() -> str:
     """The instruction set in use."""

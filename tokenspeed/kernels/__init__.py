@@ -9,6 +9,7 @@ Rooms outside import from here only.
 
 from __future__ import annotations
 
+from tokenspeed.kernels.capture import Replay, record
 from tokenspeed.kernels.packing import PackedWeight
 from tokenspeed.kernels.registry import Registry, default_registry, register_references
 from tokenspeed.kernels.select import Candidate, SelectionError, explain, select, selection
@@ -40,6 +41,7 @@ __all__ = [
     "Priority",
     "QuantWeight",
     "Registry",
+    "Replay",
     "SelectionError",
     "Trait",
     "at_least",
@@ -49,6 +51,7 @@ __all__ = [
     "get",
     "multiple_of",
     "one_of",
+    "record",
     "register_references",
     "select",
     "selection",

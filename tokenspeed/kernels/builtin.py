@@ -1,22 +1,27 @@
-"""The kernels of this package, family by family. The C++ ones register only where the extension was built; without it the
-references still serve every op, so the registry never depends on a compiler having run.
+"""The kernels of this package, family by family. The C++ ones register only where the extension was built; without it
+the references still serve every op, so the registry never depends on a compiler having run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
+from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
 
 def register_builtin(registry: Registry) -> None:
     """Registers everything that this installation can run."""
-    from tokenspeed.kernels.comm import distributed
+    from tokenspeed.kernels.comm import argmax, distributed
     from tokenspeed.kernels.gemm import torch as gemm_torch
+    from tokenspeed.kernels.ops import OPS
+    from tokenspeed.kernels.registry import register_references
 
+    register_references({op: fn for op, fn in REFERENCES.items() if op in OPS}, registry)
     gemm_torch.register(registry)
     distributed.register(registry)
+    argmax.register(registry)
     if importlib.util.find_spec("tokenspeed._cpu") is None:
         return
     from tokenspeed.kernels.activation import cpu as activation

@@ -1,3 +1,4 @@
+# pyright: strict
 """Storage formats of a tensor argument: what a signature's strings mean.
 
 A format is dense (a dtype) or block-quantised: `block` values along K share a scale (and a minimum), as GGUF lays them

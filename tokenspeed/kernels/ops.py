@@ -1,3 +1,4 @@
+# pyright: strict
 """The ops that kernels implement, and the family and mode each belongs to.
 
 The table is closed: a kernel implements one of these ops; a fused op gets an entry of its own.
@@ -57,6 +58,7 @@ OPS: dict[str, Op] = {
         Op("all_gather", "comm", "all_gather", ("x", "out")),
         Op("reduce_scatter", "comm", "reduce_scatter", ("x", "out")),
         Op("slice", "comm", "slice", ("x", "out")),
+        Op("all_reduce_argmax", "comm", "all_reduce_argmax", ("x", "out")),
         Op("keep_first", "comm", "keep_first", ("x", "out")),
     )
 }

@@ -1,6 +1,6 @@
-"""Weights as the C++ kernels read them. Invariant: a packed weight holds 16 output rows interleaved a tile (csrc/types.h
-has the layouts), rows padded to 16 and columns to 32 with zeros; it is immutable and shared by every op that uses the
-same weight, so a tied embedding is packed once.
+"""Weights as the C++ kernels read them. Invariant: a packed weight holds 16 output rows interleaved a tile (layouts in
+csrc/types.h), rows padded to 16 and columns to 32 with zeros; it is immutable and shared by every op that uses the same
+weight, so a tied embedding is packed once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tokenspeed.kernels.memory import Arena
 from tokenspeed.kernels.weights import Codes, QuantWeight
 
 TILE, BLOCK = 16, 32
@@ -36,6 +37,7 @@ class PackedWeight:
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_arena = Arena()
 
 
 def pack(weight: Tensor | QuantWeight) -> PackedWeight:
@@ -52,7 +54,6 @@ def pack(weight: Tensor | QuantWeight) -> PackedWeight:
 
 
 def _made(data: Tensor, layout: int, shape: tuple[int, int], quantised: bool) -> PackedWeight:
-    assert data.data_ptr() % 64 == 0 or data.numel() == 0, "torch allocates 64-byte aligned memory"
     return PackedWeight(data, layout, shape[0], shape[1], data.data_ptr(), quantised)
 
 
@@ -64,9 +65,11 @@ def _pack_dense(weight: Tensor) -> PackedWeight:
     padded = weight.new_zeros((tiles * TILE, blocks * BLOCK))
     padded[:n, :k] = weight
     group = 1 if weight.dtype == torch.float32 else 2  # a dword a row: one float32, or two bfloat16
-    data = padded.view(tiles, TILE, blocks * BLOCK // group, group).transpose(1, 2).contiguous()
+    source = padded.view(tiles, TILE, blocks * BLOCK // group, group).transpose(1, 2)
+    data = _arena.take(padded.numel() * padded.itemsize)
+    data.view(weight.dtype).view(source.shape).copy_(source)
     layout = F32 if weight.dtype == torch.float32 else BF16
-    return _made(data.view(torch.uint8).view(tiles, -1), layout, (n, k), False)
+    return _made(data.view(tiles, -1), layout, (n, k), False)
 
 
 def _pack_quantised(weight: QuantWeight) -> PackedWeight:
@@ -76,7 +79,7 @@ def _pack_quantised(weight: QuantWeight) -> PackedWeight:
     n, k = weight.shape
     tiles, blocks = -(-n // TILE), k // BLOCK
     size = _cpu.tile_bytes(layout, blocks)
-    data = torch.zeros((tiles, size), dtype=torch.uint8)
+    data = _arena.take(tiles * size).view(tiles, size)
     step = max(1, (1 << 22) // max(1, TILE * k))  # tiles at a time: the codes of 4M values are taken apart at once
     for first in range(0, tiles, step):
         last = min(tiles, first + step)
@@ -87,7 +90,7 @@ def _pack_quantised(weight: QuantWeight) -> PackedWeight:
 
 
 def _fill_tiles(out: Tensor, codes: Codes, layout: int, tiles: int, blocks: int) -> None:
-    """Writes the packed tiles of `codes`: the quants of every block, then the scales of every block."""
+    """Writes the packed tiles of `codes`: of each block the quants, then the scales."""
     if layout in (Q4_0, Q4_1, Q4F):
         # [tile, row, block, nibble half, dword, byte] -> [tile, block, half, dword, row, byte]
         q = codes.q.view(tiles, TILE, blocks, 2, 4, 4).permute(0, 2, 3, 4, 1, 5)
@@ -95,13 +98,10 @@ def _fill_tiles(out: Tensor, codes: Codes, layout: int, tiles: int, blocks: int)
     else:
         biased = (codes.q.to(torch.int16) + (128 - codes.zero)).to(torch.uint8)
         quants = biased.view(tiles, TILE, blocks, 8, 4).permute(0, 2, 3, 1, 4)
-    raw = quants.reshape(tiles, -1)
-    out[:, : raw.shape[1]] = raw
-
     wide = layout in (Q4F, Q8S16)
     parts = [codes.scale.view(tiles, TILE, blocks, -1).permute(0, 2, 3, 1)]  # [tile, block, scales a block, row]
     if codes.minimum is not None:
         parts.append(codes.minimum.view(tiles, TILE, blocks, 1).permute(0, 2, 3, 1))
     scales = torch.cat(parts, dim=2).to(torch.float32 if wide else torch.float16).contiguous()
-    tail = scales.view(tiles, -1).view(torch.uint8)
-    out[:, raw.shape[1] : raw.shape[1] + tail.shape[1]] = tail
+    whole = torch.cat([quants.reshape(tiles, blocks, -1), scales.view(tiles, blocks, -1).view(torch.uint8)], dim=2)
+    out[:, : blocks * whole.shape[2]] = whole.view(tiles, -1)

@@ -1,3 +1,4 @@
+# pyright: strict
 """The set of registered kernels. Invariant: a name is registered once and never replaced, so an artifact that stores a
 kernel's name and source hash can tell exactly what it will run.
 
@@ -8,14 +9,14 @@ entry-point group `tokenspeed.kernels`; it is called with the registry and regis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 from tokenspeed.kernels.formats import FORMATS
 from tokenspeed.kernels.ops import OPS, op_of
 from tokenspeed.kernels.spec import KernelSpec, Priority
-from tokenspeed.kernels.weights import dense
+from tokenspeed.kernels.weights import QuantWeight, dense
 
 PLUGIN_GROUP = "tokenspeed.kernels"
 
@@ -76,7 +77,7 @@ def register_references(references: Mapping[str, Callable[..., Any]], registry: 
                 op=op,
                 solution="reference",
                 fn=_into_out(reference),
-                signatures=({role: every for role in op_of(op).roles},),
+                signatures=(dict.fromkeys(op_of(op).roles, every),),
                 priority=Priority.REFERENCE,
                 tags=frozenset({"portability", "determinism"}),
                 pack=dense,
@@ -90,14 +91,14 @@ def _into_out(reference: Callable[..., Any]) -> Callable[..., None]:
 
     @functools.wraps(reference)
     def run(*inputs: Any, out: Any = None, **attrs: Any) -> None:
-        result = reference(*inputs, **attrs)
+        dense = [x.dequantize() if isinstance(x, QuantWeight) else x for x in inputs]
+        result = reference(*dense, **attrs)
         if out is None:
             return
-        if isinstance(out, Iterable) and not hasattr(out, "copy_"):
-            for target, value in zip(out, result, strict=True):
-                target.copy_(value)
-        else:
-            out.copy_(result)
+        targets = cast("tuple[Any, ...]", out if isinstance(out, tuple) else (out,))
+        values = cast("tuple[Any, ...]", result if isinstance(out, tuple) else (result,))
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
 
     return run
 

@@ -1,5 +1,6 @@
-"""Which kernel runs an op. Invariant: selection is a pure function of the request, the registry, the machine's facts and
-the settings in force, evaluated at compile time; its result is stored in the artifact and nothing is looked up later.
+# pyright: strict
+"""Which kernel runs an op. Invariant: selection is a pure function of the request, the registry, the machine's facts
+and the settings in force, evaluated at compile time; the artifact stores its result and nothing is looked up later.
 
 Order of precedence, first that speaks wins:
   1. the `override` argument;
@@ -16,14 +17,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenspeed.kernels.formats import format_of
-from tokenspeed.kernels.ops import Op, op_of
+from tokenspeed.kernels.ops import OPS, Op, op_of
 from tokenspeed.kernels.registry import Registry, default_registry
 from tokenspeed.kernels.spec import OBJECTIVES, KernelSpec, Objective, TraitValue
 from tokenspeed.kernels.target import Target, miss, target_of
@@ -73,14 +74,15 @@ class Settings:
     tuned: Path | None = None
 
 
-_settings: ContextVar[Settings] = ContextVar("tokenspeed_kernel_settings", default=Settings())
+_NO_SETTINGS = Settings()
+_settings: ContextVar[Settings] = ContextVar("tokenspeed_kernel_settings", default=_NO_SETTINGS)
 
 
 @contextmanager
 def selection(
     *, overrides: Mapping[str, str] | None = None, config: str | Path | None = None, tuned: str | Path | None = None
-) -> Iterator[None]:
-    """Settings for selections made under it; an inner context adds to the outer one. Keys of `overrides`: family/mode."""
+) -> Generator[None]:
+    """Settings for selections made under it; an inner context adds to the outer. Keys of `overrides`: family/mode."""
     outer = _settings.get()
     token = _settings.set(
         replace(
@@ -241,7 +243,7 @@ def _config_overrides(path: Path | None) -> Mapping[str, str]:
     overrides: object = content.get("overrides") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(overrides, dict):
         raise ValueError(f'kernel config file {where} must hold {{"overrides": {{"family/mode": "kernel"}}}}')
-    known = {entry.key for entry in _all_ops()}
+    known = {entry.key for entry in OPS.values()}
     out: dict[str, str] = {}
     for key, value in overrides.items():  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(key, str) or not isinstance(value, str) or key not in known:
@@ -250,9 +252,3 @@ def _config_overrides(path: Path | None) -> Mapping[str, str]:
             )
         out[key] = value
     return out
-
-
-def _all_ops() -> list[Op]:
-    from tokenspeed.kernels.ops import OPS
-
-    return list(OPS.values())

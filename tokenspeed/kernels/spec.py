@@ -1,8 +1,10 @@
+# pyright: strict
 """What a kernel declares about itself. A spec is immutable and complete: selection reads nothing but specs, the request
 and the machine's facts, so the same request gives the same kernel in every process.
 
-The callable contract: `fn(*inputs, out=..., **attrs) -> None` writes into preallocated `out` (a Tensor, a tuple of them,
-or absent for an in-place op). `pack(weight)` turns a loaded weight into the object that `fn` expects, once, at load.
+The callable contract: `fn(*inputs, out=..., **attrs) -> None` writes into preallocated `out` (a Tensor, a tuple of
+them, or absent for an in-place op). `pack(weight)` turns a loaded weight into the object that `fn` expects, once, at
+load.
 """
 
 from __future__ import annotations
@@ -85,13 +87,20 @@ def identity(weight: Any) -> Any:
 
 
 def source_hash_of(fn: Callable[..., Any], extra: bytes = b"") -> str:
-    """16 hex digits that change with the kernel's source: its module's text and `extra` (a binary's identity)."""
+    """16 hex digits that change with the kernel's source: its module's text and `extra` (native sources)."""
     module = inspect.getmodule(fn)
     try:
         text = inspect.getsource(module) if module is not None else ""
     except (OSError, TypeError):
         text = repr(fn.__code__.co_code) if inspect.isfunction(fn) else fn.__qualname__
     return hashlib.sha256(text.encode() + extra).hexdigest()[:16]
+
+
+def _extension_identity() -> bytes:
+    """The hash of the C++ sources that the extension was built from."""
+    from tokenspeed import _cpu
+
+    return _cpu.source_hash().encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +125,9 @@ class KernelSpec:
     bytes: Callable[[Mapping[str, int]], int] | None = None
     source_hash: str = ""
     summary: str = ""
+    native: bool = (
+        False  # all of fn's work is calls of the C++ extension, so capture.record can replay it without Python
+    )
 
     def __post_init__(self) -> None:
         entry = op_of(self.op)
@@ -136,7 +148,8 @@ class KernelSpec:
         if unknown := self.tags - TAGS:
             raise ValueError(f"kernel '{self.name}': unknown tags {sorted(unknown)}; known: {sorted(TAGS)}")
         if not self.source_hash:
-            object.__setattr__(self, "source_hash", source_hash_of(self.fn))
+            extra = _extension_identity() if self.native else b""
+            object.__setattr__(self, "source_hash", source_hash_of(self.fn, extra))
 
     @property
     def entry(self) -> Op:

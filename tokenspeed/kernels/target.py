@@ -1,3 +1,4 @@
+# pyright: strict
 """The facts of the machine that capability checks read: device kind, architecture number and feature names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: strict
 """A table of measured choices: which kernel was fastest for an op, signature and range of facts on one device.
 
 The file: {"device": NAME, "entries": [{"op": "linear", "signature": {"w": "q4_1"}, "traits": {"tokens": [1, 8]},

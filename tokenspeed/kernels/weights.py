@@ -1,5 +1,5 @@
-"""Block-quantised weights as GGUF stores them. Invariant: `data` is always whole blocks of one format, so a slice, a pad
-or a concatenation of QuantWeights is again one, bit for bit, and a rank can take its part without dequantising.
+"""Block-quantised weights as GGUF stores them. Invariant: `data` is always whole blocks of one format, so a slice, a
+pad or a concatenation of QuantWeights is again one, bit for bit, and a rank can take its part without dequantising.
 
 Block layouts are those of ggml (ggml-common.h); the value of a code is `scale * (code - zero) + minimum`.
 """
@@ -131,7 +131,7 @@ def dense(weight: Tensor | QuantWeight) -> Tensor:
     return weight.dequantize() if isinstance(weight, QuantWeight) else weight
 
 
-# ---- decoders: raw rows u8 [N, bytes] -> Codes ------------------------------------------------------------------------
+# ---- decoders: raw rows u8 [N, bytes] -> Codes -----------------------------------------------------------------------
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

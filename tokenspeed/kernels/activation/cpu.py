@@ -31,6 +31,7 @@ def register(registry: Registry, capability: Capability) -> None:
                 signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
                 priority=Priority.PERFORMANT,
                 capability=capability,
+                native=True,
                 tags=frozenset({"determinism"}),
             )
         )

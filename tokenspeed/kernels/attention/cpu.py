@@ -1,5 +1,6 @@
-"""Paged attention and KV append on CPU. Invariant: a token's result depends on its own request and position alone, not on
-the batch, the chunking of its prompt, or the number of threads; a hole (row, position or slot -1) never touches the cache.
+"""Paged attention and KV append on CPU. Invariant: a token's result depends on its own request and position alone, not
+on the batch, the chunking of its prompt, or the number of threads; a hole (row, position or slot -1) never touches the
+cache.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def attend(
 ) -> None:  # fmt: skip
     """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L].
 
-    Token t attends positions 0..pos[t] of request row[t]; position p lies in slot table[row, p // page] * page + p % page.
-    A token with row -1 gets zeros. Softmax in float32.
+    Token t attends positions 0..pos[t] of request row[t]; position p lies in slot
+    table[row, p // page] * page + p % page. A token with row -1 gets zeros. Softmax in float32.
     """
     t, n, d = q.shape
     kv = kcache.shape[1]
@@ -72,6 +73,7 @@ def register(registry: Registry, capability: Capability) -> None:
             signatures=({"x": DENSE, "cache": DENSE},),
             priority=Priority.PERFORMANT,
             capability=capability,
+            native=True,
             tags=frozenset({"determinism"}),
         )
     )
@@ -84,6 +86,7 @@ def register(registry: Registry, capability: Capability) -> None:
             signatures=tuple({"x": frozenset({name}), "cache": DENSE, "out": frozenset({name})} for name in DENSE),
             priority=Priority.PERFORMANT,
             capability=capability,
+            native=True,
             tags=frozenset({"determinism", "latency", "throughput"}),
             summary="decode and prefill in one kernel: GQA packing, splits of 128 positions, float32 softmax",
         )

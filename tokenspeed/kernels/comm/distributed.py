@@ -35,58 +35,79 @@ def all_reduce(x: Tensor, *, group: Group = None, out: Tensor) -> None:
         out.copy_(flat)
 
 
-def all_gather(x: Tensor, *, group: Group = None, dim: int = 0, out: Tensor) -> None:
-    """out = the ranks' x one after another along `dim` (0 or the last)."""
+def all_gather(x: Tensor, *, group: Group = None, dim: int = 0, outer: int = 1, out: Tensor) -> None:
+    """out = the ranks' x joined along `dim`: [.., outer * b, ..] of each rank -> [.., outer * ranks * b, ..].
+
+    `outer` > 1: the dimension has whole factors outside the gathered ones, so the ranks' blocks interleave.
+    """
     ranks = dist.get_world_size(group)
     dim = dim % x.dim()
-    want = list(x.shape)
-    want[dim] *= ranks
-    if list(out.shape) != want or out.dtype != x.dtype:
-        raise fail("all_gather", x=x, dim=dim, ranks=ranks, out=out)
+    split = _split(x, dim, outer)
+    if out.shape != _scaled(x, dim, ranks) or out.dtype != x.dtype or split is None:
+        raise fail("all_gather", x=x, dim=dim, outer=outer, ranks=ranks, out=out)
     if ranks == 1:
         out.copy_(x)
-    elif dim == 0 and out.is_contiguous():
+    elif dim == 0 and outer == 1 and out.is_contiguous():
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     else:
         parts = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(parts.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
-        for rank, part in enumerate(parts.unbind(0)):
-            out.narrow(dim, rank * x.shape[dim], x.shape[dim]).copy_(part)
+        # [ranks, lead, outer, b, ...] -> [lead, outer, ranks, b, ...]
+        out.copy_(parts.view(ranks, *split).movedim(0, dim + 1).reshape(out.shape))
 
 
-def reduce_scatter(x: Tensor, *, group: Group = None, dim: int = 0, out: Tensor) -> None:
-    """out = this rank's block along `dim` of the sum of x over the ranks.
+def reduce_scatter(x: Tensor, *, group: Group = None, dim: int = 0, outer: int = 1, out: Tensor) -> None:
+    """out = this rank's blocks along `dim` of the sum: [.., outer * ranks * b, ..] -> [.., outer * b, ..].
 
-    Blocks are exchanged and summed locally in rank order (gloo's own reduce-scatter is not used: it moves the whole sum).
+    Blocks are exchanged and summed locally in rank order (gloo's own reduce-scatter moves the whole sum).
     """
     ranks = dist.get_world_size(group)
     dim = dim % x.dim()
-    want = list(x.shape)
-    want[dim] //= ranks
-    if x.shape[dim] % ranks or list(out.shape) != want or out.dtype != x.dtype:
-        raise fail("reduce_scatter", x=x, dim=dim, ranks=ranks, out=out)
+    if out.dtype != x.dtype or _scaled(out, dim, ranks) != x.shape or (split := _split(out, dim, outer)) is None:
+        raise fail("reduce_scatter", x=x, dim=dim, outer=outer, ranks=ranks, out=out)
     if ranks == 1:
         out.copy_(x)
         return
-    if x.is_cuda and dim == 0 and x.is_contiguous() and out.is_contiguous():
+    if x.is_cuda and dim == 0 and outer == 1 and x.is_contiguous() and out.is_contiguous():
         dist.reduce_scatter_tensor(out, x, group=group)
         return
-    blocks = torch.stack(x.chunk(ranks, dim))
+    blocks = x.reshape(*split[: dim + 1], ranks, *split[dim + 1 :]).movedim(dim + 1, 0).contiguous()
     received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group)
+    dist.all_to_all_single(received.view(ranks, -1), blocks.view(ranks, -1), group=group)
     total = received[0].float()
     for other in range(1, ranks):
         total += received[other]
-    out.copy_(total)
+    out.copy_(total.view(out.shape))
 
 
 def slice_(x: Tensor, *, group: Group = None, dim: int = 0, out: Tensor) -> None:
     """out = this rank's block of x along `dim`; nothing moves."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = x.shape[dim] // ranks
-    if x.shape[dim] % ranks or out.shape[dim] != size or out.dtype != x.dtype:
+    if out.dtype != x.dtype or _scaled(out, dim % x.dim(), ranks) != x.shape:
         raise fail("slice", x=x, dim=dim, ranks=ranks, out=out)
-    out.copy_(x.narrow(dim, rank * size, size))
+    out.copy_(x.narrow(dim, rank * out.shape[dim], out.shape[dim]))
+
+
+def keep_first(x: Tensor, *, keep: bool, out: Tensor) -> None:
+    """out = x on the rank that keeps the value, zeros on the others (no NaN of a hole spreads); out may be x."""
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise fail("keep_first", x=x, out=out)
+    if not keep:
+        out.zero_()
+    elif out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+
+
+def _scaled(x: Tensor, dim: int, ranks: int) -> torch.Size:
+    """x's shape with `dim` taken `ranks` times."""
+    return torch.Size(size * ranks if i == dim else size for i, size in enumerate(x.shape))
+
+
+def _split(x: Tensor, dim: int, outer: int) -> tuple[int, ...] | None:
+    """x's shape with `dim` as (outer, rest); None where outer does not divide it."""
+    if outer < 1 or x.shape[dim] % outer:
+        return None
+    return (*x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
 
 
 def register(registry: Registry) -> None:
@@ -97,6 +118,7 @@ def register(registry: Registry) -> None:
             ("all_gather", all_gather),
             ("reduce_scatter", reduce_scatter),
             ("slice", slice_),
+            ("keep_first", keep_first),
         ):
             registry.register(
                 KernelSpec(

@@ -31,41 +31,61 @@ struct AttendScratch {
   float* keep;    // [queries]: the factor of what was accumulated before this block
 };
 
+// Addresses of the keys and values of one block; null past the context or on a page that was never assigned, so that
+// such a cache row is never read, whatever it holds.
 template <class C>
-static inline void load_block(const AttendArgs& a, int64_t row, int64_t head, int64_t first, int64_t count, int64_t dp,
-                              const AttendScratch& s) {
-  const C* kp[kBlockKv];
-  const C* vp[kBlockKv];
-  const int32_t* table = a.table + row * a.ldt;
-  int64_t page = first / a.page, within = first % a.page;
-  for (int64_t p = 0; p < kBlockKv; ++p) {
-    if (p < count && table[page] >= 0) {
-      const int64_t slot = static_cast<int64_t>(table[page]) * a.page + within;
-      kp[p] = static_cast<const C*>(a.kcache) + slot * a.cs + head * a.ch;
-      vp[p] = static_cast<const C*>(a.vcache) + slot * a.cs + head * a.ch;
-    } else {  // past the context (or a page that was never assigned): never read the cache, whatever it holds
-      kp[p] = nullptr;
-      vp[p] = nullptr;
-    }
-    if (++within == a.page && p + 1 < count) {
-      within = 0;
-      ++page;
+struct BlockRows {
+  const C* keys[kBlockKv];
+  const C* values[kBlockKv];
+
+  inline void find(const AttendArgs& a, int64_t row, int64_t head, int64_t first, int64_t count) {
+    const int32_t* table = a.table + row * a.ldt;
+    int64_t page = first / a.page, within = first % a.page;
+    for (int64_t p = 0; p < kBlockKv; ++p) {
+      keys[p] = nullptr;
+      values[p] = nullptr;
+      if (p >= count) continue;
+      if (table[page] >= 0) {
+        const int64_t at = (static_cast<int64_t>(table[page]) * a.page + within) * a.cs + head * a.ch;
+        keys[p] = static_cast<const C*>(a.kcache) + at;
+        values[p] = static_cast<const C*>(a.vcache) + at;
+      }
+      if (++within == a.page) {
+        within = 0;
+        ++page;
+      }
     }
   }
-  for (int64_t i = 0; i < dp; i += 16) {
-    const int lanes = static_cast<int>(least(16, a.d - i));
-    for (int64_t half = 0; half < kBlockKv; half += 16) {
+};
+
+// Brings `now` into the scratch (keys transposed, values widened) while it fetches the rows of `next`: pages are
+// scattered, which the hardware's prefetchers cannot follow.
+template <class C>
+static inline void load_block(const BlockRows<C>& now, const BlockRows<C>& next, int64_t d, int64_t count, int64_t dp,
+                              const AttendScratch& s) {
+  const int64_t bytes = d * static_cast<int64_t>(sizeof(C));
+  for (int64_t half = 0; half < kBlockKv; half += 16) {
+    for (int64_t i = 0; i < dp; i += 16) {
+      const int lanes = static_cast<int>(least(16, d - i));
       F r[16];
-      for (int64_t p = 0; p < 16; ++p) r[p] = kp[half + p] == nullptr ? zero() : load_upto(kp[half + p] + i, lanes);
+      for (int64_t p = 0; p < 16; ++p) {
+        const C* key = now.keys[half + p];
+        r[p] = key == nullptr ? zero() : load_upto(key + i, lanes);
+      }
       transpose16(r);
       for (int64_t j = 0; j < 16; ++j) store(s.keys + (i + j) * kBlockKv + half, r[j]);
+    }
+    for (int64_t p = half; p < half + 16; ++p) {
+      if (next.keys[p] != nullptr) prefetch(next.keys[p], bytes);
     }
   }
   for (int64_t p = 0; p < count; ++p) {
     for (int64_t i = 0; i < dp; i += 16) {
-      const F v = vp[p] == nullptr ? zero() : load_upto(vp[p] + i, static_cast<int>(least(16, a.d - i)));
+      const C* value = now.values[p];
+      const F v = value == nullptr ? zero() : load_upto(value + i, static_cast<int>(least(16, d - i)));
       store(s.values + p * dp + i, v);
     }
+    if (next.values[p] != nullptr) prefetch(next.values[p], bytes);
   }
 }
 
@@ -133,9 +153,12 @@ static inline void attend_split(const AttendArgs& a, const QueryTile& tile, int6
   for (int64_t i = 0; i < queries * dp; i += 16) store(s.acc + i, zero());
   int64_t full = to;  // positions below it are visible to every query
   for (int64_t t = 0; t < tile.count; ++t) full = least(full, a.pos[tile.first + t] + 1);
-  for (int64_t begin = from; begin < to; begin += kBlockKv) {
-    const int64_t count = least(kBlockKv, to - begin);
-    load_block<C>(a, tile.row, head, begin, count, dp, s);
+  BlockRows<C> rows[2];
+  rows[0].find(a, tile.row, head, from, least(kBlockKv, to - from));
+  for (int64_t begin = from, turn = 0; begin < to; begin += kBlockKv, turn ^= 1) {
+    const int64_t count = least(kBlockKv, to - begin), after = begin + kBlockKv;
+    rows[turn ^ 1].find(a, tile.row, head, after, most(0, least(kBlockKv, tile.last_pos + 1 - after)));
+    load_block<C>(rows[turn], rows[turn ^ 1], a.d, count, dp, s);
     int64_t r = 0;
     for (; r + 4 <= queries; r += 4) score_rows<4>(s.q + r * dp, dp, a.d, s.keys, s.scores + r * kBlockKv);
     for (; r < queries; ++r) score_rows<1>(s.q + r * dp, dp, a.d, s.keys, s.scores + r * kBlockKv);

@@ -19,8 +19,11 @@ static constexpr int kMaxRows =
 #else
     4;
 #endif
-static constexpr int64_t kPanelK = 512;          // K of a dequantised panel: 2 tiles * 512 * 64 bytes = 64 KiB
-static constexpr int64_t kPanelRows = 128;       // rows of x a panel serves
+static constexpr int64_t kPanelK = 512;     // K of a dequantised panel: 2 tiles * 512 * 64 bytes = 64 KiB
+static constexpr int64_t kPanelRows = 128;  // rows of x a panel serves
+// How far ahead of the multiplication a tile is fetched, when few rows make a call memory bound. The hardware's own
+// prefetchers stop at every 4 KiB page, which is less than a tile.
+static constexpr int64_t kPrefetch = 4096;
 static constexpr int64_t kSerialWork = 1 << 15;  // multiply-adds below which a call stays on its thread
 
 // ---- epilogue ------------------------------------------------------------------------------------------------------
@@ -77,17 +80,25 @@ static inline void exact_rows(const LinearArgs& a, const float* x, int64_t ldx, 
   const uint8_t* w = a.w + tile * stride;
   for (int64_t b = 0; b < blocks; ++b) {
     Scales scales[kTiles];
-    for (int t = 0; t < kTiles; ++t) scales[t] = W::scales(w + t * stride, blocks, b);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
+    for (int t = 0; t < kTiles; ++t) {
+      const uint8_t* block = w + t * stride + b * W::kBlockBytes;
+      scales[t] = W::scales(block);
+      prefetch(block + kPrefetch, W::kBlockBytes);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
-      for (int t = 0; t < kTiles; ++t) {
-        F v[4];
-        W::values(w + t * stride, b, i, scales[t], v);
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const int64_t k = b * 32 + half * 16 + quarter * 4;
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
+        for (int t = 0; t < kTiles; ++t) {
+          F v[4];
+          W::values(w + t * stride + b * W::kBlockBytes, half, quarter, scales[t], v);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) acc[r][t] = fma(v[j], set1(xr[r][b * 32 + 4 * i + j]), acc[r][t]);
+            for (int r = 0; r < kRows; ++r) acc[r][t] = fma(v[j], set1(xr[r][k + j]), acc[r][t]);
+          }
         }
       }
     }
@@ -135,10 +146,11 @@ static inline void exact_panel(const LinearArgs& a, const float* x, int64_t ldx,
     for (int64_t t = 0; t < 2; ++t) {
       const uint8_t* w = a.w + least(tile + t, tiles - 1) * stride;
       for (int64_t b = b0; b < b1; ++b) {
-        const Scales scales = W::scales(w, blocks, b);
+        const uint8_t* block = w + b * W::kBlockBytes;
+        const Scales scales = W::scales(block);
         for (int i = 0; i < 8; ++i) {
           F v[4];
-          W::values(w, b, i, scales, v);
+          W::values(block, i / 4, i % 4, scales, v);
           for (int j = 0; j < 4; ++j) store(panel + (t * kPanelK + (b - b0) * 32 + 4 * i + j) * 16, v[j]);
         }
       }
@@ -239,9 +251,11 @@ static inline void int8_rows(const LinearArgs& a, const Int8Rows& x, int64_t blo
     acc[r] = zero();
   }
   for (int64_t b = 0; b < blocks; ++b) {
+    const uint8_t* block = w + b * W::kBlockBytes;
+    if constexpr (kRows < kMaxRows) prefetch(block + kPrefetch, W::kBlockBytes);
     I q[8];
-    W::dwords(w, b, q);
-    const Scales s = W::scales(w, blocks, b);
+    W::dwords(block, q);
+    const Scales s = W::scales(block);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = xr[r] + b;

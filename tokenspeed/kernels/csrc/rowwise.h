@@ -172,11 +172,12 @@ static void append(const AppendArgs& a) {
 template <class W, class T>
 static inline void unpack_row(const uint8_t* tile, int64_t blocks, int lane, int64_t width, T* out) {
   for (int64_t b = 0; b < blocks; ++b) {
-    const Scales scales = W::scales(tile, blocks, b);
+    const uint8_t* block = tile + b * W::kBlockBytes;
+    const Scales scales = W::scales(block);
     alignas(64) float values[32];
     for (int i = 0; i < 8; ++i) {
       F v[4];
-      W::values(tile, b, i, scales, v);
+      W::values(block, i / 4, i % 4, scales, v);
       for (int j = 0; j < 4; ++j) {
         alignas(64) float lanes[16];
         store(lanes, v[j]);

@@ -60,6 +60,11 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Asks for the lines of [p, p + bytes). The address may lie past the end of a buffer: a prefetch never faults.
+static inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 3);
+}
+
 // Typed element access: T is float or uint16_t (the bits of a bf16).
 static inline F load_as(const float* p) { return load(p); }
 static inline F load_as(const uint16_t* p) { return load_bf16(p); }

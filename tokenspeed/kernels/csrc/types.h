@@ -9,49 +9,44 @@ namespace ts {
 enum class DType : int { kF32 = 0, kBF16 = 1 };
 
 // Packed weight formats. Every format stores 16 output rows interleaved ("a tile"), so that a SIMD lane is an output
-// row and no horizontal reduction is needed; K is padded to blocks of 32 with zeros. See weights.py for the exact
-// layouts.
+// row and no horizontal reduction is needed; K is padded to blocks of 32 with zeros. A block holds its quants, then its
+// scales, so that a tile is one forward stream through memory.
 enum class Format : int {
-  kF32 = 0,    // [K][16] f32
-  kBF16 = 1,   // [K/2][16][2] bf16
-  kQ4_0 = 2,   // [K/32][4][16] u32 of nibbles, then [K/32][16] f16 scale; zero point 8
-  kQ4_1 = 3,   // the same nibbles, then [K/32][2][16] f16 scale and minimum
-  kQ8_0 = 4,   // [K/32][8][16] u32 of bytes biased by 128, then [K/32][16] f16 scale
-  kQ4F = 5,    // nibbles, then [K/32][2][16] f32 scale and minimum (Q4_K)
-  kQ8S16 = 6,  // biased bytes, then [K/32][2][16] f32 scale of the first and the second 16 values (Q6_K)
+  kF32 = 0,    // [32][16] f32
+  kBF16 = 1,   // [16][16][2] bf16
+  kQ4_0 = 2,   // [4][16] u32 of nibbles (low: K = 4 i + byte, high: 16 + 4 i + byte), [16] f16 scale; zero point 8
+  kQ4_1 = 3,   // the same nibbles, [2][16] f16 scale and minimum
+  kQ8_0 = 4,   // [8][16] u32 of bytes biased by 128, [16] f16 scale
+  kQ4F = 5,    // nibbles, [2][16] f32 scale and minimum (Q4_K)
+  kQ8S16 = 6,  // biased bytes, [2][16] f32 scale of the first and the second 16 values (Q6_K)
 };
 constexpr int kFormats = 7;
 constexpr int64_t kTile = 16;   // output rows a tile
 constexpr int64_t kBlock = 32;  // values of K a block
 
-// Bytes of one packed tile: 64-byte aligned so that consecutive tiles keep aligned loads. `blocks` is ceil(K / 32).
-constexpr int64_t tile_bytes(Format format, int64_t blocks) {
-  int64_t block_bytes = 0;
+// Bytes of one block of a tile: the quants and the scales of 32 values of 16 rows.
+constexpr int64_t block_bytes(Format format) {
   switch (format) {
     case Format::kF32:
-      block_bytes = 32 * 16 * 4;
-      break;
+      return 32 * 16 * 4;
     case Format::kBF16:
-      block_bytes = 32 * 16 * 2;
-      break;
+      return 32 * 16 * 2;
     case Format::kQ4_0:
-      block_bytes = 256 + 32;
-      break;
+      return 256 + 32;
     case Format::kQ4_1:
-      block_bytes = 256 + 64;
-      break;
+      return 256 + 64;
     case Format::kQ8_0:
-      block_bytes = 512 + 32;
-      break;
+      return 512 + 32;
     case Format::kQ4F:
-      block_bytes = 256 + 128;
-      break;
+      return 256 + 128;
     case Format::kQ8S16:
-      block_bytes = 512 + 128;
-      break;
+      return 512 + 128;
   }
-  return (blocks * block_bytes + 63) / 64 * 64;
+  return 0;
 }
+
+// Bytes of one packed tile: 64-byte aligned so that consecutive tiles keep aligned loads. `blocks` is ceil(K / 32).
+constexpr int64_t tile_bytes(Format format, int64_t blocks) { return (blocks * block_bytes(format) + 63) / 64 * 64; }
 
 struct LinearArgs {
   const void* x;  // [m, k], row stride ldx

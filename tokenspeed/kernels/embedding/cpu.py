@@ -44,6 +44,7 @@ def register(registry: Registry, capability: Capability) -> None:
             signatures=({"w": DENSE | QUANTISED, "out": DENSE},),
             priority=Priority.PERFORMANT,
             capability=capability,
+            native=True,
             tags=frozenset({"determinism"}),
             summary="gathers rows of a packed table, dequantising on the way; shares a tied head's packed weight",
         )

@@ -64,6 +64,7 @@ def register(registry: Registry, capability: Capability) -> None:
                 signatures=tuple({"x": frozenset({name}), "w": DENSE, "out": frozenset({name})} for name in DENSE),
                 priority=Priority.PERFORMANT,
                 capability=capability,
+                native=True,
                 tags=frozenset({"determinism"}),
             )
         )

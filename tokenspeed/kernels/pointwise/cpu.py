@@ -1,5 +1,5 @@
-"""Elementwise kernels on CPU: add, mul, silu and silu_mul share one C++ entry; computed in float32, rounded once (silu_mul
-rounds silu(gate) first, as torch does)."""
+"""Elementwise kernels on CPU. Invariant: computed in float32 and rounded once to the operands' dtype, but for silu_mul,
+which rounds silu(gate) first, as torch does. One C++ entry serves add, mul, silu and silu_mul."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def register(registry: Registry, capability: Capability) -> None:
                 signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
                 priority=Priority.PERFORMANT,
                 capability=capability,
+                native=True,
                 tags=frozenset({"determinism"}),
             )
         )

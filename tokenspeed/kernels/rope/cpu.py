@@ -1,4 +1,5 @@
-"""rope on CPU (the NeoX arrangement: the first R dimensions rotate in two halves), float32 arithmetic, in place or not."""
+"""rope on CPU, the NeoX arrangement: the first R dimensions rotate in halves. Invariant: float32 arithmetic, rounded
+once; a vector is read before it is written, so `out` may be `x`."""
 
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ def register(registry: Registry, capability: Capability) -> None:
             signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
             priority=Priority.PERFORMANT,
             capability=capability,
+            native=True,
             tags=frozenset({"determinism"}),
         )
     )

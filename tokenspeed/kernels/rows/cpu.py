@@ -13,7 +13,7 @@ from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
 
 
 def select_rows(x: Tensor, idx: Tensor, *, offset: int = 0, out: Tensor) -> None:
-    """out[s] = x[idx[s] - offset]; x, out f32|bf16 [T, H], [S, H]; idx i32 [S]. A row that x does not hold gives zeros."""
+    """out[s] = x[idx[s] - offset]; x, out f32|bf16 [T, H], [S, H]; idx i32 [S]. A row x does not hold gives zeros."""
     rows, width = x.shape
     s = idx.shape[0]
     kind = CODE.get(x.dtype, -1)
@@ -48,6 +48,7 @@ def register(registry: Registry, capability: Capability) -> None:
                 signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
                 priority=Priority.PERFORMANT,
                 capability=capability,
+                native=op == "select_rows",
                 tags=frozenset({"determinism"}),
             )
         )

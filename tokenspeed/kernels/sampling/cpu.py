@@ -1,5 +1,5 @@
-"""Sampling on CPU. Invariant: a token depends on its row's logits, its parameters and (seed, position, token id) alone, so
-the batch, the thread count and the sharding of the vocabulary change nothing (Gumbel-max over a counter RNG).
+"""Sampling on CPU. Invariant: a token depends on its row's logits, its parameters and (seed, position, token id) alone,
+so the batch, the thread count and the sharding of the vocabulary change nothing (Gumbel-max over a counter RNG).
 
 NaN never wins; ties go to the lowest id. A row without anything above -inf: the plain argmax gives its first id and
 -inf, the full sampler gives token 0 and counts nothing. Reported log-probabilities are clamped to -9999.
@@ -88,7 +88,7 @@ def sample(
 ) -> None:  # fmt: skip
     """The full sampler: z f32 [S, V], params i32 [S, 16], state by request slot counts i32, seen u8, bias f32 [R, V].
 
-    out = (token i32 [S], logprob f32 [S], top ids i32 [S, 20], top logprobs f32 [S, 20]); unused alternatives hold id -1.
+    out = (token i32 [S], logprob f32 [S], top ids i32 [S, 20], top logprobs f32 [S, 20]); an unused place holds id -1.
     Adds the drawn token to `counts` where the row has the penalties flag.
     """
     s, v, ldz, words = _checked("sample", z, params)
@@ -129,9 +129,10 @@ def register(registry: Registry, capability: Capability) -> None:
                 op=op,
                 solution="cpu",
                 fn=fn,
-                signatures=({role: _F32 for role in roles},),
+                signatures=(dict.fromkeys(roles, _F32),),
                 priority=Priority.PERFORMANT,
                 capability=capability,
+                native=op != "merge_argmax",
                 tags=frozenset({"determinism"}),
             )
         )

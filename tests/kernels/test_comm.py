@@ -1,0 +1,110 @@
+"""Collectives over two real gloo processes against plain torch on the whole tensors, in both dtypes and odd layouts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenspeed import kernels as K
+
+RANKS = 2
+
+
+def run_rank(rank: int, store: str, results: Any) -> None:
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+        check(rank)
+        results.put((rank, ""))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(6, 10, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(RANKS)]
+        mine = parts[rank]
+        total = (parts[0] + parts[1]).to(dtype)
+
+        out = torch.empty_like(mine)
+        K.get("gloo.all_reduce").fn(mine, out=out)
+        assert torch.equal(out, total)
+        wide = torch.zeros(6, 20, dtype=dtype)
+        K.get("gloo.all_reduce").fn(mine, out=wide[:, 5:15])
+        assert torch.equal(wide[:, 5:15], total) and not wide[:, 15:].any()
+        inplace = mine.clone()
+        K.get("gloo.all_reduce").fn(inplace, out=inplace)
+        assert torch.equal(inplace, total)
+
+        for dim in (0, 1, -1):
+            want = torch.cat(parts, dim)
+            out = torch.empty_like(want)
+            K.get("gloo.all_gather").fn(mine, dim=dim, out=out)
+            assert torch.equal(out, want)
+            block = total.chunk(RANKS, dim)[rank]
+            out = torch.full_like(block, 9)
+            K.get("gloo.reduce_scatter").fn(mine, dim=dim, out=out)
+            assert torch.equal(out, block)
+            K.get("gloo.slice").fn(total, dim=dim, out=out)
+            assert torch.equal(out, block)
+        # Two whole outer factors: the ranks' blocks interleave.
+        out = torch.empty(12, 10, dtype=dtype)
+        K.get("gloo.all_gather").fn(mine, dim=0, outer=2, out=out)
+        assert torch.equal(out, torch.cat([parts[0][:3], parts[1][:3], parts[0][3:], parts[1][3:]]))
+        wide = torch.empty(6, 20, dtype=dtype)
+        K.get("gloo.all_gather").fn(mine, dim=1, outer=2, out=wide)
+        halves = [part.chunk(2, 1) for part in parts]
+        assert torch.equal(wide, torch.cat([halves[0][0], halves[1][0], halves[0][1], halves[1][1]], 1))
+        out = torch.empty(6, 5, dtype=dtype)
+        K.get("gloo.reduce_scatter").fn(mine[:, :8], dim=1, outer=2, out=out[:, :4])
+        blocks = total[:, :8].chunk(4, 1)
+        assert torch.equal(out[:, :4], torch.cat([blocks[rank], blocks[2 + rank]], 1))
+        K.get("gloo.keep_first").fn(mine, keep=rank == 0, out=inplace)
+        assert torch.equal(inplace, mine) if rank == 0 else not inplace.any()
+
+    inf = float("inf")
+    values = torch.tensor([[1.0, 5.0, -inf, 2.0], [3.0, 5.0, -inf, -inf]])[rank]
+    indices = torch.tensor([[4, 9, 0, 1], [60, 50, 50, 50]], dtype=torch.int32)[rank]
+    value, token = torch.empty(4), torch.empty(4, dtype=torch.int32)
+    K.get("gloo.all_reduce_argmax").fn(values, indices, group=None, out=(value, token))
+    assert token.tolist() == [60, 9, 0, 1] and value.tolist() == [3.0, 5.0, -inf, 2.0]
+    for op, width in (("all_reduce", 9), ("all_gather", 10), ("reduce_scatter", 10), ("slice", 10)):
+        out = torch.empty(6, width)
+        try:
+            K.get(f"gloo.{op}").fn(torch.zeros(6, 10), out=out)
+        except ValueError as error:
+            assert op in str(error)
+        else:
+            raise AssertionError(f"{op} took an output that does not fit")
+
+
+def test_two_ranks() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=run_rank, args=(r, f"{folder}/store", results)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        errors = dict(results.get(timeout=60) for _ in ranks)
+        for process in ranks:
+            process.join(10)
+    assert errors == {0: "", 1: ""}
+
+
+def test_a_group_of_one_is_a_copy(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.randn(4, 6)
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "slice"):
+            out = torch.zeros(4, 6)
+            K.get(f"gloo.{op}").fn(x, out=out)
+            assert torch.equal(out, x)
+    finally:
+        dist.destroy_process_group()

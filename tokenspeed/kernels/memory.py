@@ -1,0 +1,54 @@
+"""CPU memory on huge pages. Invariant: what is returned is ordinary zeroed tensor memory, 64-byte aligned; huge pages
+are a request to the kernel that changes speed alone (a decode step walks every weight once, and with 4 KiB pages much
+of its time goes into page-table walks, above all under virtualisation).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20  # bytes
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed CPU tensor on huge pages; for weights, KV caches and other large long-lived buffers."""
+    count = 1
+    for size in shape:
+        count *= size
+    size = count * dtype.itemsize
+    if size < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    return _region(size)[:size].view(dtype).view(shape)
+
+
+def _region(size: int) -> Tensor:
+    """Zeroed u8 memory of at least `size` bytes that starts on a huge page; untouched until written."""
+    from tokenspeed import _cpu
+
+    whole = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+    raw = torch.zeros(whole + HUGE_PAGE, dtype=torch.uint8)  # calloc of a fresh mapping: no page is touched yet
+    start = -raw.data_ptr() % HUGE_PAGE
+    _cpu.advise_huge_pages(raw.data_ptr() + start, whole)
+    return raw[start : start + whole]
+
+
+class Arena:
+    """Hands out pieces of large huge-page regions one after another; a region is freed when all its pieces are.
+
+    Weights of one model are packed one after another, so they lie side by side and share pages.
+    """
+
+    def __init__(self, region: int = 64 << 20) -> None:
+        self._size = region
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """Zeroed u8 [size], 64-byte aligned."""
+        room = (size + 63) // 64 * 64
+        if room > self._size // 2:
+            return zeros(size, dtype=torch.uint8)
+        if room > self._free.numel():
+            self._free = _region(self._size)
+        piece, self._free = self._free[:size], self._free[room:]
+        return piece
