@@ -21,6 +21,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "compile": Command("tokenspeed.cli.compile", "compile a model for a deployment plan into an artifact"),
+    "explain": Command("tokenspeed.cli.explain", "show every collective of an artifact and why it is there"),
     "serve": Command("tokenspeed.cli.serve", "serve a model over OpenAI's HTTP interface"),
     "chat": Command("tokenspeed.cli.chat", "talk to a model, here or behind a URL"),
     "env": Command("tokenspeed.cli.env", "print versions, devices and settings, for a bug report"),
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from tokenspeed.ir.errors import TokenSpeedError
     from tokenspeed.runtime.errors import StartupError
     from tokenspeed.runtime.options import OptionError
 
@@ -61,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     except OptionError as fault:
         print(f"tokenspeed {args.command}: {fault}", file=sys.stderr)
         return 2
-    except StartupError as fault:
+    except (StartupError, TokenSpeedError) as fault:
         print(f"tokenspeed {args.command}: {fault}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

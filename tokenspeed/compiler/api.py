@@ -6,6 +6,7 @@ bytes depend on its arguments, the sources and the calibration table alone; chec
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,22 @@ class Compiled:
         for name, text in self.files.items():
             (root / name).write_text(text)
         return root
+
+
+    def summary(self) -> str:
+        """What was compiled, in a few lines: plan, extents, leaves, and the collectives of the ends of the bucket range."""
+        m, r = self.manifest, self.result
+        (first, *_), (*_, last) = m["buckets"], m["buckets"]
+        ranks = f"{m['ranks']} rank{'s' if m['ranks'] > 1 else ''}"
+        lines = [f"{m['model']} on {ranks}: {m['plan']}, {m['dtype']}, KV {m['cache_dtype']}"]
+        extents = [f"{k}={v}" + (f" (padded to {m['sizes'][k]})" if m["sizes"][k] != v else "") for k, v in m["logical"].items()]
+        lines.append("  " + " ".join(extents))
+        lines.append(f"  {len(r.programs)} programs: {len(m['buckets'])} token buckets {first[0]}..{last[0]}, variants {', '.join(m['variants'])}")
+        for t, _ in dict.fromkeys((tuple(first), tuple(last))):
+            e = r.explain[f"{m['variants'][0]}.t{t}"]
+            lines.append(f"  bucket {t}: {e['collectives']} collectives, {e['bytes_per_token']:.0f} B sent a token a rank")
+        lines.append(f"  artifact {m['semantic_key'][:16]}, {len(json.loads(self.files['kernels.json']))} kernel bindings")
+        return "\n".join(lines)
 
 
 def default_buckets(max_tokens: int) -> list[int]:

@@ -148,7 +148,7 @@ class _Emitter:
         for i, f in enumerate(self.flat):
             self._place(i, f, last)
         for i, f in enumerate(self.flat):
-            for v in f.inputs:
+            for v in (*f.inputs, *(self.pairs[v] for v in f.inputs if v in self.pairs)):
                 if not v.startswith("@") and self.values[v].storage >= 0:
                     s = self.storages[self.values[v].storage]
                     s.death = max(s.death, i)
@@ -186,7 +186,7 @@ class _Emitter:
                 self.values[name] = _View(shape, dtype, whole.storage, stride, start)
                 start += width
             self.values[f"{f.outputs[0]}@whole"] = whole
-        elif f.node.op == "argmax":
+        elif f.node.op == "argmax" or f.request[0] == "all_reduce_argmax":
             value = self._new(i, shapes[0][0], torch.float32)
             self.values[f.outputs[0]] = self._new(i, *shapes[0])
             self.pairs[f.outputs[0]] = name = f.outputs[0] + "@value"
@@ -302,7 +302,8 @@ class _Emitter:
         axes = tuple(n.attrs["axes"])
         attrs: dict[str, Any] = {"group": self.rt.group(axes)}
         if f.request[0] == "all_reduce_argmax":
-            return [self._tensor(self.pairs[f.inputs[0]]), args[0]], out, attrs
+            pair = (self._tensor(self.pairs[f.outputs[0]]), out)
+            return [self._tensor(self.pairs[f.inputs[0]]), args[0]], pair, attrs
         if n.op in ("all_gather", "reduce_scatter"):
             dim = n.attrs["dim"]
             attrs["dim"] = before.names.index(dim)

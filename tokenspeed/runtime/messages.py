@@ -1,0 +1,142 @@
+"""The messages between the front process and the engine core: one dataclass a message, one direction each.
+
+Standard library only, so the core imports on a machine without msgspec; the ZMQ transport encodes these same
+dataclasses with msgspec, the in-process transport passes the objects. A request ends with exactly one
+`TokenDelta` whose `finish_reason` is set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class CoreParams:
+    """What the engine core needs of a request's sampling parameters, validated and resolved by the front.
+
+    `stop_token_ids` holds the end-of-sequence ids too unless the request ignores them; stop STRINGS are the front's.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    seed: int = 0  # 64 bit; the front draws one where the request names none
+    logprobs: int = -1  # -1: none; 0..20: the sampled token's and so many of the best
+
+
+# ---- front -> core -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Submit:
+    request_id: int
+    prompt_ids: list[int]
+    params: CoreParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class Abort:
+    request_id: int
+
+
+@dataclass(slots=True)
+class Finish:
+    """The front found a stop string: end the request as if it had met a stop token (no terminal delta follows)."""
+
+    request_id: int
+
+
+@dataclass(slots=True)
+class Control:
+    """A call into the core: `name` one of stats, flush_cache, shutdown. Answered by one `Reply`."""
+
+    call_id: int
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+ToCore = Submit | Abort | Finish | Control
+
+# ---- core -> front -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probabilities (natural log, of the raw logits' softmax) of one sampled token and of the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    request_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the id that ended it, when a stop id did; that id is the last of token_ids
+    logprobs: list[TokenLogprob] | None = None  # one per token id, where asked for
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; set on the first delta
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Stats:
+    """A snapshot taken after a step; counters are totals since start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_pages_total: int = 0
+    kv_pages_free: int = 0
+    kv_pages_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Deltas:
+    deltas: list[TokenDelta]
+    stats: Stats
+
+
+@dataclass(slots=True)
+class Reply:
+    call_id: int
+    result: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Ready:
+    """Sent once, when the core can take requests. `summary` feeds the start-up table."""
+
+    max_model_len: int
+    vocab_size: int
+    kv_tokens: int
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Died:
+    reason: str
+
+
+ToFront = Deltas | Reply | Ready | Died
