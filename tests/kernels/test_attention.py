@@ -129,7 +129,7 @@ def test_large_scores_do_not_overflow(isa: str) -> None:
 def test_slots_beyond_two_to_the_31_elements() -> None:
     """64-bit addressing: the last slots lie past 2^31 elements of memory that is otherwise never touched."""
     kv, d, slots = 1, 64, 2**25 + 64
-    cache = torch.zeros(slots * kv * d, dtype=torch.bfloat16).view(slots, kv, d)
+    cache = torch.empty(slots, kv, d, dtype=torch.bfloat16)
     k, v = torch.randn(2, kv, d), torch.randn(2, kv, d)
     slot = torch.tensor([slots - 2, slots - 1], dtype=torch.int32)
     K.get("cpu.append").fn(k, v, slot, cache, cache)  # one buffer as both caches: the values are written last

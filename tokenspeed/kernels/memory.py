@@ -19,15 +19,15 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     size = count * dtype.itemsize
     if size < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    return _region(size)[:size].view(dtype).view(shape)
+    return _region(size)[:size].zero_().view(dtype).view(shape)
 
 
 def _region(size: int) -> Tensor:
-    """Zeroed u8 memory of at least `size` bytes that starts on a huge page; untouched until written."""
+    """u8 memory of at least `size` bytes on a huge-page boundary; not touched, so huge pages can still back it."""
     from tokenspeed import _cpu
 
     whole = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
-    raw = torch.zeros(whole + HUGE_PAGE, dtype=torch.uint8)  # calloc of a fresh mapping: no page is touched yet
+    raw = torch.empty(whole + HUGE_PAGE, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE_PAGE
     _cpu.advise_huge_pages(raw.data_ptr() + start, whole)
     return raw[start : start + whole]
@@ -51,4 +51,4 @@ class Arena:
         if room > self._free.numel():
             self._free = _region(self._size)
         piece, self._free = self._free[:size], self._free[room:]
-        return piece
+        return piece.zero_()

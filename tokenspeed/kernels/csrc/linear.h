@@ -85,18 +85,18 @@ static inline void exact_rows(const LinearArgs& a, const float* x, int64_t ldx, 
       scales[t] = W::scales(block);
       prefetch(block + kPrefetch, W::kBlockBytes);
     }
-#pragma GCC unroll 2
+    TS_UNROLL(2)
     for (int half = 0; half < 2; ++half) {
-#pragma GCC unroll 4
+      TS_UNROLL(4)
       for (int quarter = 0; quarter < 4; ++quarter) {
         const int64_t k = b * 32 + half * 16 + quarter * 4;
-#pragma GCC unroll 4
+        TS_UNROLL(4)
         for (int t = 0; t < kTiles; ++t) {
           F v[4];
           W::values(w + t * stride + b * W::kBlockBytes, half, quarter, scales[t], v);
-#pragma GCC unroll 4
+          TS_UNROLL(4)
           for (int j = 0; j < 4; ++j) {
-#pragma GCC unroll 8
+            TS_UNROLL(8)
             for (int r = 0; r < kRows; ++r) acc[r][t] = fma(v[j], set1(xr[r][k + j]), acc[r][t]);
           }
         }
@@ -122,7 +122,7 @@ static inline void panel_rows(const float* panel, int64_t gap, const float* x, i
   }
   for (int64_t k = 0; k < count; ++k) {
     const F w0 = load(panel + k * 16), w1 = load(panel + gap + k * 16);
-#pragma GCC unroll 8
+    TS_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
       const F v = set1(xr[r][k]);
       acc[r][0] = fma(w0, v, acc[r][0]);
@@ -256,7 +256,7 @@ static inline void int8_rows(const LinearArgs& a, const Int8Rows& x, int64_t blo
     I q[8];
     W::dwords(block, q);
     const Scales s = W::scales(block);
-#pragma GCC unroll 8
+    TS_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = xr[r] + b;
       const int32_t* xq = reinterpret_cast<const int32_t*>(x.q + at * 32);
@@ -265,7 +265,7 @@ static inline void int8_rows(const LinearArgs& a, const Int8Rows& x, int64_t blo
         low = iset1(x.start[2 * at]);
         high = iset1(x.start[2 * at + 1]);
       }
-#pragma GCC unroll 4
+      TS_UNROLL(4)
       for (int i = 0; i < 4; ++i) {
         low = dot_u8s8<W::kNibbles>(low, q[i], iset1(xq[i]));
         high = dot_u8s8<W::kNibbles>(high, q[4 + i], iset1(xq[4 + i]));
@@ -343,7 +343,7 @@ static inline void dot_bf16_rows(const LinearArgs& a, const uint16_t* x, int64_t
   for (int64_t p = 0; p < pairs; ++p) {
     I v[kTiles];
     for (int t = 0; t < kTiles; ++t) v[t] = iload(w + t * stride + p * 64);
-#pragma GCC unroll 8
+    TS_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
       int32_t pair;
       __builtin_memcpy(&pair, xr[r] + 2 * p, 4);

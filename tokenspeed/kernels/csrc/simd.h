@@ -7,6 +7,14 @@
 
 #include "types.h"
 
+// Keeps accumulators in registers. Not for the portable set, whose vectors are loops of their own.
+#define TS_PRAGMA(text) _Pragma(#text)
+#if defined(TS_ISA_AVX512) || defined(TS_ISA_AVX2)
+#define TS_UNROLL(n) TS_PRAGMA(GCC unroll n)
+#else
+#define TS_UNROLL(n)
+#endif
+
 #if defined(TS_ISA_AVX512)
 #include "simd_avx512.h"
 #elif defined(TS_ISA_AVX2)

@@ -147,16 +147,6 @@ struct AttendArgs {
   DType dtype, cache_dtype;
 };
 
-struct SelectRowsArgs {
-  const void* x;  // [t, width], row stride ldx
-  int64_t ldx;
-  const int32_t* idx;  // [s]
-  void* out;           // [s, width]
-  int64_t ldo;
-  int64_t t, s, width, offset;
-  int64_t item;  // bytes an element
-};
-
 // One row of `params`: 16 words, written by the engine's sampling state and read by every sampling kernel.
 struct SamplingRow {
   uint32_t flags;
