@@ -40,14 +40,15 @@ int Scheduler::TableWidth() noexcept {
   return width_;
 }
 
-// Orders the group's chosen requests by row: those that had a row below the count keep it, the others fill the gaps.
+// Orders the group's chosen requests by row: one that had a row below the count keeps it (the older one, where a
+// request that sat out the last plans comes back for a row that was given away), the others fill the gaps.
 void Scheduler::Arrange(HomeGroup& group) noexcept {
   auto& arranged = group.arranged;
   const auto count = group.chosen.size();
   arranged.assign(count, {});
   for (const Chosen& chosen : group.chosen) {
-    const auto row = static_cast<std::size_t>(chosen.request->row);
-    if (row < count && group.rows[row] == chosen.request) arranged[row] = chosen;  // row -1 wraps to a huge value
+    const auto row = static_cast<std::size_t>(chosen.request->row);  // -1 wraps to a huge value
+    if (row < count && arranged[row].request == nullptr) arranged[row] = chosen;
   }
   std::size_t gap = 0;
   for (const Chosen& chosen : group.chosen) {
@@ -57,7 +58,6 @@ void Scheduler::Arrange(HomeGroup& group) noexcept {
     arranged[gap] = chosen;
     chosen.request->row = static_cast<int>(gap);
   }
-  for (std::size_t row = 0; row < count; ++row) group.rows[row] = arranged[row].request;
 }
 
 void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape& shape, const PlanArrays& arrays,

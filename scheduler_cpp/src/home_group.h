@@ -22,12 +22,10 @@ struct Chosen {
 
 struct HomeGroup {
   explicit HomeGroup(const Config& config)
-      : pool(config.num_pages),
-        cache(pool, config.page_size),
-        slots(config.max_requests),
-        rows(static_cast<std::size_t>(config.max_requests), nullptr) {
-    for (auto* list : {&chosen, &arranged}) list->reserve(rows.size());
-    running.reserve(rows.size());
+      : pool(config.num_pages), cache(pool, config.page_size), slots(config.max_requests) {
+    const auto most = static_cast<std::size_t>(config.max_requests);
+    for (auto* list : {&chosen, &arranged}) list->reserve(most);
+    running.reserve(most);
   }
   HomeGroup(const HomeGroup&) = delete;
   HomeGroup& operator=(const HomeGroup&) = delete;
@@ -52,9 +50,6 @@ struct HomeGroup {
   int tokens_left = 0;           // of the step's budget
   int prefill_left = 0;          // of the step's prefill bound
   bool open = false;             // may admit
-
-  // Who held each request row last. Compared, never followed: the request may be gone.
-  std::vector<const Request*> rows;
 
   std::uint64_t epoch = 0;  // changes when a request enters or leaves
 
