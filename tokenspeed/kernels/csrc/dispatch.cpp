@@ -31,7 +31,10 @@ std::vector<const Kernels*> supported() {
   std::vector<const Kernels*> out = {&isa_portable::kTable};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return out;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c") ||
+      !__builtin_cpu_supports("bmi2")) {
+    return out;
+  }
   out.push_back(&isa_avx2::kTable);
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
