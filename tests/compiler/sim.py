@@ -36,7 +36,9 @@ def compile_tiny(
     table = load_costs(costs) if isinstance(costs, str) else costs
     family = find_family(config["architectures"][0])
     plan = make_plan(parse_mesh(mesh), axes)
-    return run_passes(Request(family, Config(config), plan, buckets or [(8, 8)], "f32", "f32", table, variants=variants))
+    return run_passes(
+        Request(family, Config(config), plan, buckets or [(8, 8)], "f32", "f32", table, variants=variants)
+    )
 
 
 def random_weights(r: Result, seed: int = 0) -> dict[str, Tensor]:
@@ -88,12 +90,21 @@ class Steps:
         self.groups = r.layout.plan.mesh.size(r.layout.plan.home)
         self.caches: dict[str, list[Tensor]] = {}
 
-    def step(self, bucket: int, work: list[list[tuple[int, list[int], int]]], seeds: list[int] | None = None) -> list[list[int]]:
+    def step(
+        self, bucket: int, work: list[list[tuple[int, list[int], int]]], seeds: list[int] | None = None
+    ) -> list[list[int]]:
         """`work[g]`: (request number, ids, first position) of home group g; returns the sampled token of each."""
         text = self.r.texts[self.variant, bucket]
         p = parse_program(text)
         rows = p.bucket["s"]
-        runtime = {"slots": PAGE * PAGES * self.groups, "page": PAGE, "l": WIDTH, "p": PARAM_WORDS, "r": rows * self.groups, "top": 20}
+        runtime = {
+            "slots": PAGE * PAGES * self.groups,
+            "page": PAGE,
+            "l": WIDTH,
+            "p": PARAM_WORDS,
+            "r": rows * self.groups,
+            "top": 20,
+        }
         ports = {n: torch.full((bucket * self.groups,), -1, dtype=torch.int32) for n in ("ids", "pos", "slot", "row")}
         ports["table"] = torch.zeros(rows * self.groups, WIDTH, dtype=torch.int32)
         ports["last"] = torch.full((rows * self.groups,), -1, dtype=torch.int32)

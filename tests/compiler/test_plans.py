@@ -21,7 +21,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def tokens(config: dict, mesh: str, axes: str, costs: str | CostModel = "cpu", variant: str = "gumbel", seeds: bool = False) -> list[int]:
+def tokens(
+    config: dict, mesh: str, axes: str, costs: str | CostModel = "cpu", variant: str = "gumbel", seeds: bool = False
+) -> list[int]:
     """Greedy (or seeded) tokens of four requests: prefill in a bucket of 8, then two decode steps in one of 4."""
     r = compile_tiny(config, mesh, axes, [(4, 4), (8, 4)], costs, (variant,))
     s = Steps(r, random_weights(r), variant)
@@ -30,10 +32,12 @@ def tokens(config: dict, mesh: str, axes: str, costs: str | CostModel = "cpu", v
     draw = [11, 12, 13, 14] if seeds else None
     out: dict[int, list[int]] = {i: [] for i in range(4)}
     for pair in ([0, 1], [2, 3]):  # two requests a step, spread over the home groups; the others idle
+
         def spread(items: list) -> list:
             if s.groups == 1:
                 return [items]
             return [[items[0]], [items[1]], *([] for _ in range(s.groups - 2))]
+
         got = s.step(8, spread([(i, prompts[i], 0) for i in pair]), draw)
         flat = [t for g in got for t in g]
         for i, t in zip(pair, flat):

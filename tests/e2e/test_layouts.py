@@ -17,7 +17,9 @@ def tokens(mesh: str) -> tuple[tuple[int, ...], ...]:
         model="smollm2", dtype="float32", mesh=mesh, max_num_seqs=32, max_num_batched_tokens=128, memory_fraction=0.05,
         buckets=[1, 8, 16, 32, 64, 128], core="process" if mesh else "inproc",
     ) as engine:  # fmt: skip
-        results = engine.generate(prompt=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        results = engine.generate(
+            prompt=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        )
     return tuple(tuple(r.token_ids) for r in results)
 
 

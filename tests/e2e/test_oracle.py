@@ -26,8 +26,17 @@ def test_embedded_model_equals_transformers(capsys: pytest.CaptureFixture[str]) 
     from tokenspeed.runtime.gguf_metadata import find_embedded_model
 
     path = find_embedded_model()
-    with Engine(model="smollm2", core="inproc", dtype="float32", max_num_seqs=32, max_num_batched_tokens=256, memory_fraction=0.05) as engine:
-        results = engine.generate(prompt=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    with Engine(
+        model="smollm2",
+        core="inproc",
+        dtype="float32",
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        memory_fraction=0.05,
+    ) as engine:
+        results = engine.generate(
+            prompt=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        )
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ids = [tokenizer(p).input_ids for p in PROMPTS]
@@ -40,16 +49,26 @@ def test_embedded_model_equals_transformers(capsys: pytest.CaptureFixture[str]) 
     assert ties <= 1
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "over"),
     [
-        ("llama", {}), ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 8}), ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                       "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": LLAMA3}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
     ],
-)  # fmt: skip
+)
 def test_tiny_models_equal_transformers(tmp_path: Path, kind: str, over: dict) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +76,10 @@ def test_tiny_models_equal_transformers(tmp_path: Path, kind: str, over: dict) -
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 1003) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
     with Engine(model=str(path), core="inproc", max_num_batched_tokens=32, max_num_seqs=8, num_pages=200) as engine:
-        results = engine.generate(input_ids=prompts, sampling_params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False))
+        results = engine.generate(
+            input_ids=prompts,
+            sampling_params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False),
+        )
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ties, real = disagreements(reference, prompts, [r.token_ids for r in results])
     assert (real, ties) == (0, 0)

@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile and print the program's summary. A model or plan that cannot be is an error with code, place and fix."""
     from tokenspeed.compiler import api  # noqa: F401 (imports are not part of the time)
-    from tokenspeed.runtime.compiling import compile_options
+    from tokenspeed.runtime.compiling import compile_options, write_artifact
 
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
     compiled = compile_options(config, _progress(), args.calibration)
-    path = compiled.write(args.output)
+    path = write_artifact(config, compiled, args.output)
     total = time.perf_counter() - started
     print(compiled.summary())
     if args.verbose:

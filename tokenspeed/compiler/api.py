@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import __version__
-from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name
+from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, semantic_key
 from tokenspeed.compiler.binding import kernel_nodes, key_of
 from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.explain import explain_text
@@ -40,17 +40,17 @@ class Compiled:
     seconds: float
 
     def write(self, out: str | Path) -> Path:
-        """Writes the artifact; files of an older one that this one lacks are removed."""
+        """Writes the artifact, manifest.json last; files of an older one that this one lacks are removed."""
         root = Path(out)
         programs = root / "programs"
         programs.mkdir(parents=True, exist_ok=True)
+        (root / "manifest.json").unlink(missing_ok=True)
         for old in programs.glob("*.ir"):
             if f"programs/{old.name}" not in self.files:
                 old.unlink()
-        for name, text in self.files.items():
-            (root / name).write_text(text)
+        for name, text in sorted(self.files.items(), key=lambda item: item[0] == "manifest.json"):
+            (root / name).write_text(text, "utf-8")
         return root
-
 
     def summary(self) -> str:
         """What was compiled, in a few lines: plan, extents, leaves, and the collectives of the ends of the bucket range."""
@@ -58,13 +58,22 @@ class Compiled:
         (first, *_), (*_, last) = m["buckets"], m["buckets"]
         ranks = f"{m['ranks']} rank{'s' if m['ranks'] > 1 else ''}"
         lines = [f"{m['model']} on {ranks}: {m['plan']}, {m['dtype']}, KV {m['cache_dtype']}"]
-        extents = [f"{k}={v}" + (f" (padded to {m['sizes'][k]})" if m["sizes"][k] != v else "") for k, v in m["logical"].items()]
+        extents = [
+            f"{k}={v}" + (f" (padded to {m['sizes'][k]})" if m["sizes"][k] != v else "")
+            for k, v in m["logical"].items()
+        ]
         lines.append("  " + " ".join(extents))
-        lines.append(f"  {len(r.programs)} programs: {len(m['buckets'])} token buckets {first[0]}..{last[0]}, variants {', '.join(m['variants'])}")
+        lines.append(
+            f"  {len(r.programs)} programs: {len(m['buckets'])} token buckets {first[0]}..{last[0]}, variants {', '.join(m['variants'])}"
+        )
         for t, _ in dict.fromkeys((tuple(first), tuple(last))):
             e = r.explain[f"{m['variants'][0]}.t{t}"]
-            lines.append(f"  bucket {t}: {e['collectives']} collectives, {e['bytes_per_token']:.0f} B sent a token a rank")
-        lines.append(f"  artifact {m['semantic_key'][:16]}, {len(json.loads(self.files['kernels.json']))} kernel bindings")
+            lines.append(
+                f"  bucket {t}: {e['collectives']} collectives, {e['bytes_per_token']:.0f} B sent a token a rank"
+            )
+        lines.append(
+            f"  artifact {m['semantic_key'][:16]}, {len(json.loads(self.files['kernels.json']))} kernel bindings"
+        )
         return "\n".join(lines)
 
 
@@ -116,9 +125,9 @@ def compile_model(
         "sizes": result.layout.sizes, "logical": result.layout.logical, "dtype": dtype, "cache_dtype": cache_dtype,
         "buckets": [[t, s] for t, s in request.buckets], "variants": list(variants), "results": result.results,
         "config": dict(sorted(c.read.items())), "calibration": request.costs.id, "device": device,
-        "compat": compat_of(kernels, device),
+        "files": {name: digest(text) for name, text in sorted(files.items())}, "compat": compat_of(kernels, device),
     }  # fmt: skip
-    manifest["semantic_key"] = digest(dump({k: v for k, v in manifest.items() if k != "compat"}), *(files[n] for n in sorted(files)))
+    manifest["semantic_key"] = semantic_key(manifest)
     files["manifest.json"] = dump(manifest)
     files["checkpoint.json"] = dump(dict(checkpoint or {}))
     return Compiled(result, files, manifest, time.perf_counter() - started)

@@ -1,13 +1,15 @@
 """The artifact: a directory that holds everything a server needs of a compiled model but the weights themselves.
 
-    manifest.json   schema, keys, plan, dims, buckets, variants, dtypes
+    manifest.json   schema, keys, plan, dims, buckets, variants, dtypes, a digest of every other file
     programs/       one IR text a (variant, token bucket)
     weights.json    the weight map            ports.json    the scheduler ABI and the cache groups
     kernels.json    the kernel of every op signature, by bucket
     explain.json    every collective          checkpoint.json   where the weights were (not covered by the key)
+    tokenizer*.json and generation_config.json, where the model has a tokenizer (not covered by the key either)
 
-Invariant: all files but checkpoint.json are a pure function of source, configuration, plan and calibration table. No
-pickles. Loading imports neither `tokenspeed.models` nor the compiler's passes.
+Invariant: all files but checkpoint.json are a pure function of source, configuration, plan, calibration table and
+tokenizer. No pickles. Loading imports neither `tokenspeed.models` nor the compiler's passes. manifest.json is written
+last, so a directory without one was left unfinished.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from tokenspeed.ir.mesh import Plan, parse_plan
 from tokenspeed.ir.text import parse_program
 
 SCHEMA = 1
+_AGAIN = "run `tokenspeed compile` again"
+_FILES = ("manifest.json", "weights.json", "ports.json", "kernels.json")
 
 
 class ArtifactError(TokenSpeedError):
@@ -55,7 +59,16 @@ class Artifact:
         return [(int(t), int(s)) for t, s in self.manifest["buckets"]]
 
     def program(self, variant: str, bucket: int) -> Program:
-        return parse_program((self.path / "programs" / program_name(variant, bucket)).read_text())
+        return parse_program(_text(self.path, f"programs/{program_name(variant, bucket)}"))
+
+    def check(self, compat: Mapping[str, str]) -> None:
+        """ArtifactError names the first field in which this process (`compat`) is not what the artifact was made for."""
+        for key, value in compat.items():
+            have = self.manifest.get("compat", {}).get(key)
+            if have != value:
+                raise ArtifactError(
+                    f"{self.path}: compat key {key!r} is {have!r} in the artifact and {value!r} here; {_AGAIN} on this machine"
+                )
 
     def explain(self) -> dict[str, Any]:
         return _read(self.path, "explain.json")
@@ -82,31 +95,47 @@ def digest(*parts: str) -> str:
 
 
 def is_artifact(path: str | Path) -> bool:
-    return (Path(path) / "manifest.json").is_file() and (Path(path) / "weights.json").is_file()
+    """Whether a directory holds an artifact, or what is left of one: a checkpoint directory has a config.json."""
+    root = Path(path).expanduser()
+    return any((root / n).is_file() for n in _FILES) and not (root / "config.json").is_file()
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        return (path / name).read_text("utf-8")
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} has no {name}: it is no artifact, or an incomplete one; {_AGAIN}") from None
+    except ValueError as e:
+        raise ArtifactError(f"{path / name} is damaged: {e}; {_AGAIN}") from None
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
+    text = _text(path, name)
     try:
-        return json.loads((path / name).read_text())
-    except FileNotFoundError:
-        raise ArtifactError(f"{path} has no {name}: it is no artifact, or an incomplete one; run `tokenspeed compile` again") from None
+        value = json.loads(text)
     except ValueError as e:
-        raise ArtifactError(f"{path / name} is damaged: {e}") from None
+        raise ArtifactError(f"{path / name} is damaged: {e}; {_AGAIN}") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path / name} is damaged: it holds no object; {_AGAIN}")
+    return value
 
 
-def load_artifact(path: str | Path, compat: Mapping[str, str] | None = None) -> Artifact:
-    """Reads an artifact. `compat`: what this process is; ArtifactError names the first field that differs."""
+def semantic_key(manifest: Mapping[str, Any]) -> str:
+    """The name of what was compiled: of everything in the manifest but the machine it was compiled on."""
+    return digest(dump({k: v for k, v in manifest.items() if k not in ("compat", "semantic_key")}))
+
+
+def load_artifact(path: str | Path) -> Artifact:
+    """Reads an artifact but its programs. ArtifactError names the file that is missing, damaged or of another schema."""
     root = Path(path)
     manifest = _read(root, "manifest.json")
     if manifest.get("schema") != SCHEMA:
-        raise ArtifactError(f"{root}: schema is {manifest.get('schema')}, this version reads {SCHEMA}; run `tokenspeed compile` again")
-    for key, value in (compat or {}).items():
-        have = manifest["compat"].get(key)
-        if have != value:
-            raise ArtifactError(
-                f"{root}: compat key {key!r} is {have!r} in the artifact and {value!r} here; run `tokenspeed compile` again on this machine"
-            )
+        raise ArtifactError(f"{root}: schema is {manifest.get('schema')}, this version reads {SCHEMA}; {_AGAIN}")
+    if manifest.get("semantic_key") != semantic_key(manifest):
+        raise ArtifactError(f"{root / 'manifest.json'} is damaged: it is not what its key names; {_AGAIN}")
+    for name, want in manifest["files"].items():
+        if digest(_text(root, name)) != want:
+            raise ArtifactError(f"{root / name} is damaged: it is not what the manifest names; {_AGAIN}")
     plan = parse_plan(manifest["plan"])
-    sizes, logical = manifest["sizes"], manifest["logical"]
-    weights = from_json(_read(root, "weights.json"), plan, sizes, logical)
+    weights = from_json(_read(root, "weights.json"), plan, manifest["sizes"], manifest["logical"])
     return Artifact(root, manifest, weights, _read(root, "ports.json"), _read(root, "kernels.json"))

@@ -28,7 +28,9 @@ def kernel_op(node: Node, source: Type) -> str:
     return "all_reduce_argmax" if node.op == "all_reduce" and source.kind == "argmax" else node.op
 
 
-def request_of(node: Node, types: dict[str, Type], params: dict[str, Param], p: Program) -> tuple[str, dict[str, str], dict[str, int]]:
+def request_of(
+    node: Node, types: dict[str, Type], params: dict[str, Param], p: Program
+) -> tuple[str, dict[str, str], dict[str, int]]:
     """(registry op, role -> format, facts) of one node."""
     ins = [param_type(params, i) if i.startswith("@") else types[i] for i in node.inputs]
     outs = [types[o] for o in node.outputs]
@@ -36,7 +38,9 @@ def request_of(node: Node, types: dict[str, Type], params: dict[str, Param], p: 
     signature: dict[str, str] = {}
     if node.op != "lookup":
         signature["x"] = format_name(x.dtype)
-    weights = [t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "weight"]
+    weights = [
+        t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "weight"
+    ]
     if weights:
         signature["w"] = format_name(weights[0].dtype)
     caches = [t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "cache"]
@@ -66,12 +70,17 @@ def rows_of(t: Type, p: Program) -> int:
 
 
 def key_of(op: str, signature: dict[str, str], facts: dict[str, int]) -> str:
-    return "|".join([op, *(f"{k}={v}" for k, v in sorted(signature.items())), *(f"{k}={v}" for k, v in sorted(facts.items()))])
+    return "|".join(
+        [op, *(f"{k}={v}" for k, v in sorted(signature.items())), *(f"{k}={v}" for k, v in sorted(facts.items()))]
+    )
 
 
 def kernel_nodes(p: Program) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
     """The request of every node that runs a kernel, leaves once."""
-    for nodes, types, params in [(p.nodes, p.types, p.params), *((f.nodes, f.types, f.params) for f in p.leaves.values())]:
+    for nodes, types, params in [
+        (p.nodes, p.types, p.params),
+        *((f.nodes, f.types, f.params) for f in p.leaves.values()),
+    ]:
         for n in nodes:
             if n.op != "call" and n.op not in NO_KERNEL and not OPS[n.op].alias:
                 yield request_of(n, types, params, p)

@@ -217,7 +217,9 @@ class _Emitter:
         index = self.p.plan.mesh.index(self.rt.rank, axes)
         outer = self.outer(before, before.dims[dim].name, axes)
         if outer > 1:
-            raise VerifyError("V5", f"slice of {before} to {after}: an inner block of a whole outer factor has no single stride")
+            raise VerifyError(
+                "V5", f"slice of {before} to {after}: an inner block of a whole outer factor has no single stride"
+            )
         width = self.local(after)[dim]
         stride = old.stride or (old.tensor.stride() if old.tensor is not None else _contiguous(old.shape))
         if old.tensor is not None:
@@ -254,7 +256,9 @@ class _Emitter:
                 continue
             spec = self.rt.kernel(key_of(*f.request))
             args, out, attrs = self._call(f, spec)
-            kwargs: dict[str, Any] = {k: (v if isinstance(v, int | float | bool | str) else constant(v)) for k, v in attrs.items()}
+            kwargs: dict[str, Any] = {
+                k: (v if isinstance(v, int | float | bool | str) else constant(v)) for k, v in attrs.items()
+            }
             if out is not None:
                 kwargs["out"] = tuple(map(constant, out)) if isinstance(out, tuple) else constant(out)
             node = graph.call_function(spec.fn, tuple(None if a is None else constant(a) for a in args), kwargs)

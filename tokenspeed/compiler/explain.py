@@ -95,5 +95,7 @@ def explain_text(info: dict[str, Any]) -> str:
         key = (edge, r["op"], ",".join(r["axes"]), r["from"], r["to"], f"{r['bytes_per_token']:.0f}", reason)
         folded.setdefault(key, []).append(r["edge"])
     for (edge, op, axes, src, dst, nbytes, reason), edges in folded.items():
-        lines.append(f"  {len(edges):>3}x {op} over {axes}: {edge}\n        {src} => {dst}, {nbytes} B a token; {reason}")
+        lines.append(
+            f"  {len(edges):>3}x {op} over {axes}: {edge}\n        {src} => {dst}, {nbytes} B a token; {reason}"
+        )
     return "\n".join(lines)

@@ -108,7 +108,9 @@ def verify_weights(m: WeightMap) -> None:
                     rows, cols, _ = m.matrix_pieces(seg, r)
                     have += sum(n for _, _, n in rows) * sum(n for _, _, n in cols)
             if have != want:
-                raise VerifyError("V14", f"@{e.name} : {seg.type}: ranks hold {have} entries, {want} are due ({copies} copies)")
+                raise VerifyError(
+                    "V14", f"@{e.name} : {seg.type}: ranks hold {have} entries, {want} are due ({copies} copies)"
+                )
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -120,7 +122,15 @@ def to_json(m: WeightMap) -> dict[str, Any]:
         "entries": [
             {"name": e.name, "kind": e.kind}
             | ({"attrs": dict(e.attrs)} if e.attrs is not None else {})
-            | ({"segments": [{"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows} for s in e.segments]} if e.segments else {})
+            | (
+                {
+                    "segments": [
+                        {"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows} for s in e.segments
+                    ]
+                }
+                if e.segments
+                else {}
+            )
             for e in m.entries
         ],
     }

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed.ir.errors import Origin, PlacementError
+from tokenspeed.ir.errors import NOWHERE, Origin, PlacementError
 from tokenspeed.ir.graph import Node
 from tokenspeed.ir.spec import Spec
 
@@ -45,7 +45,7 @@ class Frame:
     out_names: list[str] = field(default_factory=list)
     out_specs: list[Spec] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)  # absolute name -> declaration object
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
 
     @property
     def composite(self) -> bool:
@@ -76,7 +76,9 @@ _CURRENT: ContextVar[Trace | None] = ContextVar("tokenspeed_trace", default=None
 def current() -> Trace:
     trace = _CURRENT.get()
     if trace is None:
-        raise PlacementError("P005", "this op was called outside a trace; modules are compiled (tokenspeed compile), not run directly")
+        raise PlacementError(
+            "P005", "this op was called outside a trace; modules are compiled (tokenspeed compile), not run directly"
+        )
     return trace
 
 
@@ -116,15 +118,21 @@ class Proxy:
     __rmul__ = __mul__
 
     def __bool__(self) -> bool:
-        raise PlacementError("P006", f"{caller()}: a body may not branch on a tensor's value; the program must be the same on every rank")
+        raise PlacementError(
+            "P006", f"{caller()}: a body may not branch on a tensor's value; the program must be the same on every rank"
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise PlacementError("P006", f"{caller()}: one value cannot be unpacked; a linear with several segments returns a tuple")
+        raise PlacementError(
+            "P006", f"{caller()}: one value cannot be unpacked; a linear with several segments returns a tuple"
+        )
 
 
 def _proxy(x: Any, what: str) -> Proxy:
     if not isinstance(x, Proxy):
-        raise PlacementError("P005", f"{caller()}: operand of {what} is a {type(x).__name__}, not a value of this program")
+        raise PlacementError(
+            "P005", f"{caller()}: operand of {what} is a {type(x).__name__}, not a value of this program"
+        )
     return x
 
 

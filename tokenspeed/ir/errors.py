@@ -17,6 +17,9 @@ class Origin:
         return f"{self.file}:{self.line}" if self.file else "?"
 
 
+NOWHERE = Origin()  # of what no author wrote
+
+
 class TokenSpeedError(Exception):
     """Base of every error a user of the compiler can meet; `code` is stable (P012, V3, ...)."""
 

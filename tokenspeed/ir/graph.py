@@ -13,7 +13,7 @@ from typing import Any
 
 import networkx as nx
 
-from tokenspeed.ir.errors import Origin
+from tokenspeed.ir.errors import NOWHERE, Origin
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.types import Type
 
@@ -24,7 +24,7 @@ class Node:
     inputs: tuple[str, ...]  # value names and @parameters
     outputs: tuple[str, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
     note: str = ""  # why an inserted op stands here
 
     @property

@@ -132,9 +132,7 @@ class Plan:
             return self
         names = tuple(f"{axis}.{i}" for i in range(len(sizes)))
         mesh = Mesh(tuple(p for a, n in self.mesh.axes for p in (zip(names, sizes) if a == axis else [(a, n)])))
-        logical = {
-            k: tuple(p for a in v for p in (names if a == axis else (a,))) for k, v in self.logical.items()
-        }
+        logical = {k: tuple(p for a in v for p in (names if a == axis else (a,))) for k, v in self.logical.items()}
         return Plan(mesh, logical, dict(self.parts) | {axis: names})
 
     def fold(self, axes: Axes) -> Axes:
@@ -157,7 +155,8 @@ class Plan:
         for a, n in self.mesh.axes:
             wholes.setdefault(owner.get(a, a), []).append(n)
         mesh = ", ".join(
-            f"{a}={math.prod(ns)}" + (f" as {'*'.join(map(str, ns))}" if len(ns) > 1 else "") for a, ns in wholes.items()
+            f"{a}={math.prod(ns)}" + (f" as {'*'.join(map(str, ns))}" if len(ns) > 1 else "")
+            for a, ns in wholes.items()
         )
         axes = ", ".join(
             f"{k}={'*'.join(self.fold(v)) or '1'}" for k, v in sorted(self.logical.items()) if k not in wholes
@@ -209,7 +208,8 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
                 out.extend(resolve(term, (*seen, name)))
             elif term != name or term not in DEFAULT_AXES:
                 raise PlanError(
-                    "P034", f"--axes: {name}={expr[name]} names {term!r}, which is no axis of the mesh ({list(mesh.names)})"
+                    "P034",
+                    f"--axes: {name}={expr[name]} names {term!r}, which is no axis of the mesh ({list(mesh.names)})",
                 )
         if len(set(out)) != len(out):
             raise PlanError("P031", f"--axes: {name}={expr[name]} uses a mesh axis twice: {out}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type, row_factors
-from tokenspeed.ir.ops import OPS, Local, Redistribute
+from tokenspeed.ir.ops import OPS, REFERENCES, Local, Redistribute
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
 Value = Any  # a Tensor, or the pair (value, index) of argmax
@@ -104,7 +104,12 @@ class Simulator:
         return [self.assemble(_settled(env[r]), self.p.types[r]) for r in self.p.results], env
 
     def _param(
-        self, ref: str, params: dict[str, Param], path: str, weights: Mapping[str, Tensor], caches: dict[str, list[Tensor]]
+        self,
+        ref: str,
+        params: dict[str, Param],
+        path: str,
+        weights: Mapping[str, Tensor],
+        caches: dict[str, list[Tensor]],
     ) -> list[Tensor]:
         base, _, seg = ref[1:].partition(":")
         name = absolute(path, base) + (f":{seg}" if seg else "")
@@ -152,7 +157,7 @@ class Simulator:
             flat = w.flatten(-n_in).flatten(0, -2)
             dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[t.dtype]
             b = bias[i].flatten() if bias else None
-            y = OPS["linear"].reference(x, flat, b, dtype=dtype)
+            y = REFERENCES["linear"](x, flat, b, dtype=dtype)
             ys.append(y.reshape(x.shape[0], *t.local_shape(self.sizes, self.p.plan)[1:]))
         return tuple(ys) if k > 1 else ys[0]
 

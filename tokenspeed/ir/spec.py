@@ -81,15 +81,21 @@ def _parse_dim(word: str, text: str) -> SpecDim:
     for part in (word[:-1] if starred else word).split("*"):
         m = _FACTOR.match(part)
         if not m:
-            raise SpecError("P001", f"cannot read {part!r} in the annotation {text!r}; a dim is NAME[@AXES][:SUB], e.g. kv@tp:kv")
+            raise SpecError(
+                "P001", f"cannot read {part!r} in the annotation {text!r}; a dim is NAME[@AXES][:SUB], e.g. kv@tp:kv"
+            )
         axes = tuple(m["axes"].strip("()").split(",")) if m["axes"] else ()
         if len(set(axes)) != len(axes):
             raise SpecError("P002", f"an axis is used twice in {part!r} of {text!r}")
         if m["sub"] and not axes:
-            raise SpecError("P001", f"{part!r} in {text!r} names a sub-axis but no axis; write {m['name']}@AXIS:{m['sub']}")
+            raise SpecError(
+                "P001", f"{part!r} in {text!r} names a sub-axis but no axis; write {m['name']}@AXIS:{m['sub']}"
+            )
         factors.append(Factor(m["name"], axes, m["sub"] or ""))
     if starred and (len(factors) > 1 or factors[0].axes):
-        raise SpecError("P001", f"{word!r} in {text!r}: a starred dim stands alone, without axes (the solver picks them)")
+        raise SpecError(
+            "P001", f"{word!r} in {text!r}: a starred dim stands alone, without axes (the solver picks them)"
+        )
     if any(f.axes for f in factors[1:]):
         raise SpecError("P003", f"{word!r} in {text!r}: only the outermost factor of a product may be sharded")
     return SpecDim(tuple(factors), starred)
@@ -129,12 +135,16 @@ def _check_axes(spec: Spec, text: str) -> None:
         for f in d.factors:
             for a in f.axes:
                 if a in seen:
-                    raise SpecError("P002", f"axis {a!r} shards both {seen[a]!r} and {f.name!r} in {text!r}; an axis shards one dim")
+                    raise SpecError(
+                        "P002", f"axis {a!r} shards both {seen[a]!r} and {f.name!r} in {text!r}; an axis shards one dim"
+                    )
                 seen[a] = f.name
     for p in spec.pending:
         for a in p.axes:
             if a in seen and not p.maybe:
-                raise SpecError("P002", f"axis {a!r} shards {seen[a]!r} and is pending in {text!r}; it can be one of the two")
+                raise SpecError(
+                    "P002", f"axis {a!r} shards {seen[a]!r} and is pending in {text!r}; it can be one of the two"
+                )
             seen.setdefault(a, "pending")
     if len({p.kind for p in spec.pending}) > 1:
         raise SpecError("P002", f"{text!r} mixes kinds of pending reductions; a value has one kind")

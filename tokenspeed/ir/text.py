@@ -45,7 +45,9 @@ def print_program(p: Program) -> str:
         out.append(f"leaf @{name}({args}) params({_params(leaf.params, p.plan)})")
         out += ["  " + _line(n, leaf.types, p.plan) for n in leaf.nodes]
         out.append("  return " + ", ".join(f"%{o}" for o in leaf.outputs))
-    out.append(f"main({', '.join(f'%{i}: {p.types[i].text(p.plan)}' for i in p.ports)}) params({_params(p.params, p.plan)})")
+    out.append(
+        f"main({', '.join(f'%{i}: {p.types[i].text(p.plan)}' for i in p.ports)}) params({_params(p.params, p.plan)})"
+    )
     out += ["  " + _line(n, p.types, p.plan) for n in p.nodes]
     out.append("  return " + ", ".join(f"%{o}" for o in p.results))
     return "\n".join(out) + "\n"
@@ -202,7 +204,9 @@ def _parse_body(
         if printed:
             declared = [parse_type(t, plan) for t in _split_types(printed)]
             if declared != inferred:
-                raise VerifyError("V1", f"{raw.strip()!r}: printed {list(map(str, declared))}, inferred {list(map(str, inferred))}")
+                raise VerifyError(
+                    "V1", f"{raw.strip()!r}: printed {list(map(str, declared))}, inferred {list(map(str, inferred))}"
+                )
         types.update(zip(outs, inferred))
         nodes.append(node)
 
@@ -220,7 +224,9 @@ def _split_types(text: str) -> list[str]:
     return re.split(r", (?=\w+\[)", text)
 
 
-def infer_node(node: Node, types: dict[str, Type], params: dict[str, Param], p: Program, order: Callable[[Axes], Axes]) -> list[Type]:
+def infer_node(
+    node: Node, types: dict[str, Type], params: dict[str, Param], p: Program, order: Callable[[Axes], Axes]
+) -> list[Type]:
     """Types of a node's outputs from its inputs; VerifyError where no rule allows it."""
     missing = [i for i in node.inputs if (i[1:].split(":")[0] not in params if i.startswith("@") else i not in types)]
     if missing:
@@ -233,7 +239,10 @@ def infer_node(node: Node, types: dict[str, Type], params: dict[str, Param], p: 
         wanted = [leaf.types[i] for i in leaf.inputs]
         if wanted != args:
             bad = next(((w, a) for w, a in zip(wanted, args) if w != a), (len(wanted), len(args)))
-            raise VerifyError("V3", f"call of @{node.attrs['leaf']} in {node.attrs['path']}: the leaf wants {bad[0]}, the argument is {bad[1]}")
+            raise VerifyError(
+                "V3",
+                f"call of @{node.attrs['leaf']} in {node.attrs['path']}: the leaf wants {bad[0]}, the argument is {bad[1]}",
+            )
         return [leaf.types[o] for o in leaf.outputs]
     if node.op not in OPS:
         raise VerifyError("V1", f"unknown op {node.op!r}")

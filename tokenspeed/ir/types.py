@@ -57,7 +57,9 @@ class Type:
             pending = order((*pending, axis))
         elif state != "R":
             dims = tuple(
-                Dim(d.name, (order((*d.axes, axis)) if d.name in ROW_DIMS else (*d.axes, axis))) if d.name == state else d
+                Dim(d.name, (order((*d.axes, axis)) if d.name in ROW_DIMS else (*d.axes, axis)))
+                if d.name == state
+                else d
                 for d in dims
             )
         return replace(self, dims=dims, pending=pending, kind=kind if pending else "sum")

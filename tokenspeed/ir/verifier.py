@@ -45,9 +45,13 @@ def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, tuple[s
             if d.name in ROW_DIMS:
                 outside = [a for a in d.axes if a not in factors[d.name]]
                 if outside:
-                    raise VerifyError("V5", f"{where}: %{name} : {t}: {d.name} cannot be split over {outside} in this bucket")
+                    raise VerifyError(
+                        "V5", f"{where}: %{name} : {t}: {d.name} cannot be split over {outside} in this bucket"
+                    )
             elif d.axes and d.name in p.sizes and p.sizes[d.name] % p.plan.mesh.size(d.axes):
-                raise VerifyError("V5", f"{where}: %{name} : {t}: {d.name}={p.sizes[d.name]} does not divide over {list(d.axes)}")
+                raise VerifyError(
+                    "V5", f"{where}: %{name} : {t}: {d.name}={p.sizes[d.name]} does not divide over {list(d.axes)}"
+                )
 
 
 def _verify_body(
@@ -75,13 +79,17 @@ def _verify_body(
 def _verify_leaf_caches(name: str, leaf: Leaf) -> None:
     written: set[str] = set()
     for n in leaf.nodes:
-        caches = {i.split(":")[0] for i in n.inputs if i.startswith("@") and leaf.params[i[1:].split(":")[0]].kind == "cache"}
+        caches = {
+            i.split(":")[0] for i in n.inputs if i.startswith("@") and leaf.params[i[1:].split(":")[0]].kind == "cache"
+        }
         if n.op == "append":
             if caches & written:
                 raise VerifyError("V11", f"leaf @{name}: cache {sorted(caches)} is written twice in one step")
             written |= caches
         elif caches - written:
-            raise VerifyError("V11", f"leaf @{name}: {n.op} reads cache {sorted(caches)} before this step's tokens are written")
+            raise VerifyError(
+                "V11", f"leaf @{name}: {n.op} reads cache {sorted(caches)} before this step's tokens are written"
+            )
 
 
 def _verify_caches_once(p: Program) -> None:

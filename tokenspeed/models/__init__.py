@@ -22,6 +22,8 @@ def find_family(architecture: str) -> Any:
         if point.name == architecture:
             return point.load()
     if architecture not in ARCHITECTURES:
-        raise ConfigError(f"no model family for architecture {architecture!r}; known: {', '.join(sorted(ARCHITECTURES))}")
+        raise ConfigError(
+            f"no model family for architecture {architecture!r}; known: {', '.join(sorted(ARCHITECTURES))}"
+        )
     module, _, name = ARCHITECTURES[architecture].partition(":")
     return getattr(importlib.import_module(module), name)

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from tokenspeed.models.nn import (
-    MLP, Batch, Config, Embed, Head, Linear, Module, PagedAttention, Partial, RMSNorm, Rope, Sampler, Stream, Tokens, select_rows,
+    MLP,
+    Batch,
+    Config,
+    Embed,
+    Head,
+    Linear,
+    Module,
+    PagedAttention,
+    Partial,
+    RMSNorm,
+    Rope,
+    Sampler,
+    Stream,
+    Tokens,
+    select_rows,
 )  # fmt: skip
 from tokenspeed.models.nn.decoder import TokenIds, decoder_dims, decoder_names
 

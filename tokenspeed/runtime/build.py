@@ -32,7 +32,7 @@ class Built:
     artifact: Artifact
     max_model_len: int
     vocab_size: int
-    kv_tokens: int
+    kv_tokens: int  # what one request may hold: the pages of one home group
     summary: dict[str, Any]
 
 
@@ -40,12 +40,16 @@ def build_engine(config: EngineConfig) -> Built:
     """StartupError, CheckpointError, or a TokenSpeedError of the compiler, when the engine cannot be had."""
     path = find_artifact(config)
     artifact = open_artifact(str(path))
+    if is_artifact(config.model):
+        _agree(config, artifact)
     weights = artifact.checkpoint()
     checkpoint = checkpoint_of(weights)
     for field in artifact.manifest["config"]:
         have, want = checkpoint.config.get(field), artifact.manifest["config"][field]
         if have != want:
-            raise StartupError(f"{path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again")
+            raise StartupError(
+                f"{path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again"
+            )
     m = artifact.manifest
     ranks = int(m["ranks"])
     limit = int(checkpoint.config.get("max_position_embeddings", 0)) or 2048
@@ -80,29 +84,34 @@ def build_engine(config: EngineConfig) -> Built:
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
-    return Built(scheduler, started, artifact, length, vocab, pages * dp * config.page_size, summary)
+    return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary)
 
 
 def find_artifact(config: EngineConfig) -> Path:
     """The artifact to serve: the model itself if it is one, else compiled (or found compiled) in the artifact cache."""
     if is_artifact(config.model):
-        _agree(config)
-        return Path(config.model)
+        return Path(config.model).expanduser()
     from tokenspeed.runtime.compiling import compile_for
 
     return compile_for(config)
 
 
-def _agree(config: EngineConfig) -> None:
-    import json
-
-    m = json.loads((Path(config.model) / "manifest.json").read_text())
-    fixed = {"dtype": (config.dtype, "auto", m["dtype"]), "buckets": (config.buckets, [], [t for t, _ in m["buckets"]])}
-    for name, (given, default, have) in fixed.items():
-        if given not in (default, have):
-            raise StartupError(f"{config.model} was compiled with {name}={have}; it cannot be served with {name}={given}: compile it again")
-    for name, given, default in (("mesh", config.mesh, ""), ("axes", config.axes, ""), ("tensor_parallel_size", config.tensor_parallel_size, 1)):
-        if given != default:
+def _agree(config: EngineConfig, artifact: Artifact) -> None:
+    """StartupError for an option that says otherwise than the artifact; its default says nothing."""
+    m, defaults = artifact.manifest, EngineConfig(config.model)
+    tokens, rows = [t for t, _ in artifact.buckets], [s for _, s in artifact.buckets]
+    fixed = {
+        "dtype": m["dtype"], "kv_cache_dtype": m["cache_dtype"], "buckets": tokens, "max_num_batched_tokens": tokens[-1],
+        "max_num_seqs": rows[-1],
+    }  # fmt: skip
+    for name, have in fixed.items():
+        given = getattr(config, name)
+        if given not in (getattr(defaults, name), have):
+            raise StartupError(
+                f"{config.model} was compiled with {name}={have}; it cannot be served with {name}={given}: compile it again"
+            )
+    for name in ("mesh", "axes", "tensor_parallel_size"):
+        if (given := getattr(config, name)) != getattr(defaults, name):
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
 
 

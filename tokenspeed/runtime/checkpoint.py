@@ -18,6 +18,7 @@ from tokenspeed.kernels.weights import QuantWeight
 from tokenspeed.runtime.errors import StartupError
 
 Stored = Tensor | QuantWeight
+_DENSE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class CheckpointError(StartupError):
@@ -49,7 +50,9 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config = _read_json(path / "config.json")
         if "text_config" in self.config and "hidden_size" not in self.config:
-            raise CheckpointError(f"{path / 'config.json'} describes a multi-modal model ({self.config.get('model_type')}); only text models are supported")
+            raise CheckpointError(
+                f"{path / 'config.json'} describes a multi-modal model ({self.config.get('model_type')}); only text models are supported"
+            )
         self.files = self._index()
         self._open: dict[str, Any] = {}
         self._missing()
@@ -68,13 +71,17 @@ class SafetensorsCheckpoint:
             except Exception as e:
                 raise CheckpointError(f"{f} cannot be read: {e}; the download may be incomplete") from None
         if not names:
-            raise CheckpointError(f"{self.path} has no .safetensors file; give a directory with config.json and weights, or --load-format dummy")
+            raise CheckpointError(
+                f"{self.path} has no .safetensors file; give a directory with config.json and weights, or --load-format dummy"
+            )
         return names
 
     def _missing(self) -> None:
         lacking = sorted({f for f in self.files.values() if not (self.path / f).exists()})
         if lacking:
-            raise CheckpointError(f"{self.path}: {len(lacking)} of {len(set(self.files.values()))} shards are missing: {', '.join(lacking[:3])}")
+            raise CheckpointError(
+                f"{self.path}: {len(lacking)} of {len(set(self.files.values()))} shards are missing: {', '.join(lacking[:3])}"
+            )
 
     def _handle(self, name: str) -> Any:
         from safetensors import safe_open
@@ -95,11 +102,18 @@ class SafetensorsCheckpoint:
         except CheckpointError:
             raise
         except Exception as e:
-            raise CheckpointError(f"{self.path / self.files[name]} does not hold {name!r}, which the index promises: {e}") from None
-        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(dtype, dtype.lower())
+            raise CheckpointError(
+                f"{self.path / self.files[name]} does not hold {name!r}, which the index promises: {e}"
+            ) from None
+        return _DENSE.get(dtype, dtype.lower())
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
         part = self._handle(name).get_slice(name)
+        if part.get_dtype() not in _DENSE:  # such numbers mean nothing without their scales
+            raise CheckpointError(
+                f"{self.path / self.files[name]}: {name!r} is stored as {part.get_dtype()}; weights are read as "
+                f"{', '.join(_DENSE)}: convert the checkpoint to bfloat16"
+            )
         _check_shape(self.path, name, tuple(part.get_shape()), shape)
         return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
 
@@ -117,7 +131,9 @@ class DummyCheckpoint:
         return "float32"
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
-        g = torch.Generator().manual_seed((self.seed * 1000003 + sum(ord(c) * 31 ** (i % 7) for i, c in enumerate(name))) % 2**63)
+        g = torch.Generator().manual_seed(
+            (self.seed * 1000003 + sum(ord(c) * 31 ** (i % 7) for i, c in enumerate(name))) % 2**63
+        )
         if shape[1] == 1:
             return torch.ones(rows[1] - rows[0], 1)
         return (torch.randn(shape, generator=g) / shape[1] ** 0.5)[rows[0] : rows[1]]
@@ -146,7 +162,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a checkpoint directory holds config.json and .safetensors files") from None
+        raise CheckpointError(
+            f"{path} does not exist; a checkpoint directory holds config.json and .safetensors files"
+        ) from None
     except ValueError as e:
         raise CheckpointError(f"{path} is not valid JSON: {e}") from None
 
@@ -156,7 +174,9 @@ def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[in
     for s in have:
         n *= s
     if n != want[0] * want[1] or (have and have[0] * (n // max(have[0], 1)) != n):
-        raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, the configuration asks for {[s for s in want if s != 1]}")
+        raise CheckpointError(
+            f"{where}: {name!r} has shape {list(have)}, the configuration asks for {[s for s in want if s != 1]}"
+        )
     if len(have) == 2 and have != want:
         raise CheckpointError(f"{where}: {name!r} has shape {list(have)}, the configuration asks for {list(want)}")
 
@@ -170,7 +190,7 @@ def open_checkpoint(
     """
     if load_format == "dummy":
         source = Path(config) if config else Path(model)
-        if source.suffix == ".gguf" or str(model) == "smollm2" and not config:
+        if source.suffix == ".gguf" or (str(model) == "smollm2" and not config):
             return DummyCheckpoint(_gguf(model).config, seed, model)
         path = source / "config.json" if source.is_dir() else source
         return DummyCheckpoint(_read_json(path), seed, str(path.resolve()))
@@ -178,12 +198,18 @@ def open_checkpoint(
     if load_format == "gguf" or model == "smollm2" or path.suffix == ".gguf":
         return _gguf(model)
     if path.is_dir():
-        if load_format == "auto" and not (path / "config.json").exists() and len(ggufs := sorted(path.glob("*.gguf"))) == 1:
+        if (
+            load_format == "auto"
+            and not (path / "config.json").exists()
+            and len(ggufs := sorted(path.glob("*.gguf"))) == 1
+        ):
             return _gguf(str(ggufs[0]))
         if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
             return ConfigOnly(_read_json(path / "config.json"))
         return SafetensorsCheckpoint(path)
-    raise CheckpointError(f"{model!r} is no directory, .gguf file or artifact, and not `smollm2`; models are not downloaded: give a path")
+    raise CheckpointError(
+        f"{model!r} is no directory, .gguf file or artifact, and not `smollm2`; models are not downloaded: give a path"
+    )
 
 
 def _gguf(model: str) -> Checkpoint:
@@ -207,4 +233,6 @@ def checkpoint_of(note: Mapping[str, Any]) -> Checkpoint:
         return SafetensorsCheckpoint(Path(note["path"]))
     if form == "dummy":
         return DummyCheckpoint(dict(note["config"]), int(note["seed"]), note.get("path", ""))
-    raise CheckpointError("this artifact was compiled from a configuration without weights; compile it from a checkpoint, or with --load-format dummy")
+    raise CheckpointError(
+        "this artifact was compiled from a configuration without weights; compile it from a checkpoint, or with --load-format dummy"
+    )

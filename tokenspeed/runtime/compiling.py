@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,26 +17,40 @@ from typing import Any
 from tokenspeed.runtime.checkpoint import Checkpoint, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
-def compile_for(config: EngineConfig, out: str = "", progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Path:
-    """Compiles what the options describe into `out`, or into the artifact cache under the artifact's key."""
+def compile_for(config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Path:
+    """The directory in the artifact cache that holds what the options describe, compiled into it if it is not there.
+
+    Its name covers the program, the kernels' compat key and the checkpoint, and it is written once: another server may
+    be reading it.
+    """
+    from tokenspeed.compiler.artifact import digest, dump
+
     compiled = compile_options(config, progress)
-    target = Path(out) if out else Path(config.artifact_cache).expanduser() / compiled.manifest["semantic_key"][:24]
-    if out:
-        return compiled.write(target)
+    m = compiled.manifest
+    key = digest(m["semantic_key"], dump(m["compat"]), compiled.files["checkpoint.json"])
+    target = Path(config.artifact_cache).expanduser() / key[:24]
     if not (target / "manifest.json").exists():
-        staged = target.with_name(f"{target.name}.{os.getpid()}")
+        staged = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}")
         compiled.write(staged)
         try:
             staged.rename(target)
-        except OSError:  # another process wrote the same artifact meanwhile
-            import shutil
-
+        except OSError:  # another engine wrote the same artifact meanwhile
             shutil.rmtree(staged)
-    else:
-        compiled.write(target)  # kernels may be bound anew: same program, this machine
     return target
+
+
+def write_artifact(config: EngineConfig, compiled: Any, out: str) -> Path:
+    """Writes a compiled artifact with the model's tokenizer and chat template: all a server needs but the weights."""
+    tokenizer = load_tokenizer(config)
+    path = compiled.write(out)
+    for name in TOKENIZER_FILES:
+        (path / name).unlink(missing_ok=True)
+    if tokenizer is not None:
+        tokenizer.save(path)
+    return path
 
 
 def compile_options(
@@ -68,7 +84,9 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
     checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0, weights=False)
     names = checkpoint.config.get("architectures") or []
     if not names:
-        raise StartupError(f"the configuration of {config.model} has no `architectures`; it must name the model's class")
+        raise StartupError(
+            f"the configuration of {config.model} has no `architectures`; it must name the model's class"
+        )
     return checkpoint, find_family(names[0])
 
 
@@ -94,7 +112,9 @@ def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, st
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
-    declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix(
+        "torch."
+    )
     keep = quantised and config.dtype == "auto"
     if config.dtype != "auto":
         dtype = config.dtype

@@ -14,12 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed import _scheduler
 from tokenspeed.runtime.build import Built, build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.executor import StepResult
 from tokenspeed.runtime.messages import (
-    Abort, Control, Deltas, Finish, Ready, Reply, Stats, Submit, TokenDelta, TokenLogprob, ToCore,
+    Abort,
+    Control,
+    Deltas,
+    Finish,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    ToCore,
+    TokenDelta,
+    TokenLogprob,
 )  # fmt: skip
 from tokenspeed.runtime.ranks import Ranks
 from tokenspeed.runtime.sampling_state import SamplingTable
@@ -145,7 +154,11 @@ class EngineLoop:
         results = future.result()
         tokens = np.concatenate([r.tokens for r in results])
         outputs = self.scheduler.advance(plan.step, tokens)
-        rows = {int(r): i for i, r in enumerate(plan.request_ids) if r >= 0} if any(r.logprobs is not None for r in results) else {}
+        rows = (
+            {int(r): i for i, r in enumerate(plan.request_ids) if r >= 0}
+            if any(r.logprobs is not None for r in results)
+            else {}
+        )
         deltas: list[TokenDelta] = []
         for o in outputs:
             delta = TokenDelta(o.request_id, [o.token], o.finish_reason)

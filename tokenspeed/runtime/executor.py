@@ -27,6 +27,7 @@ from tokenspeed.runtime.checkpoint import Checkpoint
 from tokenspeed.runtime.loader import load_weights
 
 Progress = Callable[[str, int, int], None]
+DEVICE = "cpu"  # where this executor's buffers live
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class StepResult:
 def open_artifact(path: str) -> Artifact:
     """Loads an artifact and checks its compat key against this process."""
     a = load_artifact(Path(path))
-    return load_artifact(Path(path), compat_of(a.kernels, a.manifest["device"]))
+    a.check(compat_of(a.kernels, DEVICE))
+    return a
 
 
 def cache_bytes_per_token(p: Program) -> int:
@@ -113,7 +115,9 @@ class Executor:
             "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, "p": PARAM_WORDS,
             "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
         }  # fmt: skip
-        self.params: dict[str, Any] = load_weights(artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n))
+        self.params: dict[str, Any] = load_weights(
+            artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n)
+        )
         self.ports = self._ports()
         self.views = {name: port.numpy() for name, port in self.ports.items()}
         self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
@@ -129,7 +133,9 @@ class Executor:
         width = self.sizes["l"]
         extent = {"t": self.max_t, "s": self.max_s, "l": width, "p": PARAM_WORDS}
         return {
-            name: torch.full([extent[d] for d in port["dims"]], 0 if name in ("params", "table") else -1, dtype=DTYPES[port["dtype"]])
+            name: torch.full(
+                [extent[d] for d in port["dims"]], 0 if name in ("params", "table") else -1, dtype=DTYPES[port["dtype"]]
+            )
             for name, port in self.artifact.ports["inputs"].items()
         }
 
@@ -142,7 +148,14 @@ class Executor:
                 if q.kind in ("cache", "state"):
                     self._allocate(p, q)
             runtime = Runtime(
-                self.rank, self.sizes, self.params, self.ports, self.kernel, self.group, self._arena, self.artifact.manifest["device"]
+                self.rank,
+                self.sizes,
+                self.params,
+                self.ports,
+                self.kernel,
+                self.group,
+                self._arena,
+                self.artifact.manifest["device"],
             )
             self.programs[key] = emit(p, runtime)
         return self.programs[key]
@@ -164,7 +177,9 @@ class Executor:
 
     def group(self, axes: tuple[str, ...]) -> Any:
         if self.plan.mesh.ordered(axes) != axes:
-            raise ValueError(f"a collective over {axes} is not in mesh order {self.plan.mesh.names}; give the plan's axes in mesh order")
+            raise ValueError(
+                f"a collective over {axes} is not in mesh order {self.plan.mesh.names}; give the plan's axes in mesh order"
+            )
         return self.groups[axes]
 
     def run(self, step: Step) -> StepResult:
@@ -193,7 +208,11 @@ class Executor:
         result = StepResult(tokens)
         if step.variant == "full":
             _, lp, ids_, lps = program.results
-            result.logprobs, result.top_ids, result.top_logprobs = lp.clone().numpy(), ids_.clone().numpy(), lps.clone().numpy()
+            result.logprobs, result.top_ids, result.top_logprobs = (
+                lp.clone().numpy(),
+                ids_.clone().numpy(),
+                lps.clone().numpy(),
+            )
         return result
 
     def _apply(self, op: StateOp) -> None:

@@ -20,7 +20,17 @@ from tokenspeed.kernels.weights import QuantWeight
 from tokenspeed.runtime.checkpoint import CheckpointError, Stored
 from tokenspeed.runtime.gguf_metadata import read_header
 
-_TYPES = {0: "float32", 1: "float16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q4_k", 14: "q6_k", 30: "bfloat16"}
+_TYPES = {
+    0: "float32",
+    1: "float16",
+    2: "q4_0",
+    3: "q4_1",
+    6: "q5_0",
+    8: "q8_0",
+    12: "q4_k",
+    14: "q6_k",
+    30: "bfloat16",
+}
 _DENSE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _LAYER = {
@@ -29,7 +39,12 @@ _LAYER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,9 @@ class GgufCheckpoint:
         self.metadata = header.metadata
         self.arch = str(self.metadata.get("general.architecture"))
         if self.arch not in _ARCHITECTURES:
-            raise CheckpointError(f"{path}: architecture {self.arch!r} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}")
+            raise CheckpointError(
+                f"{path}: architecture {self.arch!r} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
+            )
         self._file = path.open("rb")
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
@@ -66,14 +83,20 @@ class GgufCheckpoint:
         out: dict[str, _Tensor] = {}
         for name, dims, kind, offset in raw:
             if kind not in _TYPES:
-                raise CheckpointError(f"{self.path}: tensor {name!r} has a storage type (ggml type {kind}) that is not supported")
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} has a storage type (ggml type {kind}) that is not supported"
+                )
             hf = _hf_name(name)
             if hf is None:
-                raise CheckpointError(f"{self.path}: tensor {name!r} is none that architecture {self.arch!r} is known to have")
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is none that architecture {self.arch!r} is known to have"
+                )
             t = _Tensor(_TYPES[kind], tuple(reversed(dims)), start + offset)
             end = t.start + t.row_bytes * math.prod(t.shape[:-1] if len(t.shape) > 1 else t.shape)
             if end > len(self._map):
-                raise CheckpointError(f"{self.path} is truncated: tensor {name!r} ends at byte {end} of {len(self._map)}; fetch the file again")
+                raise CheckpointError(
+                    f"{self.path} is truncated: tensor {name!r} ends at byte {end} of {len(self._map)}; fetch the file again"
+                )
             out[hf] = t
         return out
 
@@ -116,7 +139,9 @@ class GgufCheckpoint:
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
         t = self.tensors[name]
         if math.prod(t.shape) != shape[0] * shape[1] or (len(t.shape) == 2 and t.shape != shape):
-            raise CheckpointError(f"{self.path}: {name!r} has shape {list(t.shape)}, the configuration asks for {list(shape)}")
+            raise CheckpointError(
+                f"{self.path}: {name!r} has shape {list(t.shape)}, the configuration asks for {list(shape)}"
+            )
         if self.arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
             return self._halves(t, rows)
         return self._rows(t, None, rows)

@@ -6,6 +6,7 @@ parameters made of the same slices share one object. Nothing is left uninitialis
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.kernels.weights import QuantWeight
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,7 +52,11 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int) -> Any
 def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int) -> Stored:
     source = next((n for n in s.sources if checkpoint.stored(n) is not None), None)
     if source is None:
-        raise CheckpointError(f"the checkpoint has no tensor {' or '.join(map(repr, s.sources))}, which @{e.name} is made of")
+        raise CheckpointError(
+            f"the checkpoint has no tensor {' or '.join(map(repr, s.sources))}, which @{e.name} is made of"
+        )
+    if source != s.sources[0] and rank == 0:
+        log.warning("the checkpoint has no %r: @%s is tied to %r instead", s.sources[0], e.name, source)
     rows, cols, local = m.matrix_pieces(s, rank)
     fmt = s.type.dtype
     if not m.keeps(s.type, rank):
@@ -66,14 +73,22 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
 
 
 def _quantised(
-    m: WeightMap, s: Segment, source: str, checkpoint: Checkpoint, rows: list[Any], cols: list[Any], local: tuple[int, int]
+    m: WeightMap,
+    s: Segment,
+    source: str,
+    checkpoint: Checkpoint,
+    rows: list[Any],
+    cols: list[Any],
+    local: tuple[int, int],
 ) -> QuantWeight:
     fmt = format_of(s.type.dtype)
     data = torch.zeros(local[0], local[1] // fmt.block * fmt.block_bytes, dtype=torch.uint8)
     for src, dst, n in rows:
         part = checkpoint.matrix(source, (src, src + n), m.shape(s))
         if not isinstance(part, QuantWeight) or part.format != s.type.dtype:
-            raise CheckpointError(f"{source!r} is stored as {checkpoint.stored(source)}, the artifact was compiled for {s.type.dtype}; compile it again")
+            raise CheckpointError(
+                f"{source!r} is stored as {checkpoint.stored(source)}, the artifact was compiled for {s.type.dtype}; compile it again"
+            )
         for c_src, c_dst, width in cols:
             block = part.columns(c_src, c_src + width).data
             at = c_dst // fmt.block * fmt.block_bytes

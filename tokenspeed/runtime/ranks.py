@@ -7,9 +7,11 @@ ring is written again only after the step that used it has returned on every ran
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections import deque
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 
 from tokenspeed import _scheduler
+from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.checkpoint import checkpoint_of
+from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.executor import Executor, Progress, RankConfig, StateOp, Step, StepResult, open_artifact
 
 SLOTS = 4  # of the ring; more than steps can be in flight
@@ -55,7 +59,7 @@ class Ranks:
     """Runs steps on all ranks. `submit` sends a step out, `collect` returns the results of the oldest, by home group."""
 
     def __init__(self, config: RankConfig, ranks: int, slot_bytes: int, progress: Progress) -> None:
-        self.workers: list[tuple[Any, Connection]] = []
+        self.workers: list[tuple[Any, Any]] = []  # (process, our end of its pipe)
         self.memory: SharedMemory | None = None
         self.sent = 0
         self.waiting: deque[tuple[Step, Any]] = deque()
@@ -133,7 +137,7 @@ class Ranks:
             slot = self.sent % SLOTS
             self.sent += 1
             start = slot * self.slot_bytes
-            plan.pack_into(self.memory.buf[start : start + self.slot_bytes])
+            plan.pack_into(_slot(self.memory, start, self.slot_bytes))
             message = pickle.dumps((slot, plan.step, plan.digest, variant, params, ops))
             for _, conn in self.workers:
                 try:
@@ -151,17 +155,13 @@ class Ranks:
             if reason:
                 raise WorkerError(reason) from e
             raise
-        out: list[StepResult] = []
-        for g in range(self.executor.dp):
-            out.append(mine if g == self.executor.home else self._receive(self.leaders[g])[1])
-        return out
+        others = self.leaders
+        return [mine if g == self.executor.home else self._receive(others[g])[1] for g in range(self.executor.dp)]
 
     def close(self) -> None:
         for _, conn in self.workers:
-            try:
+            with contextlib.suppress(OSError):
                 conn.send_bytes(b"")
-            except OSError:
-                pass
         for p, conn in self.workers:
             p.join(5)
             if p.is_alive():
@@ -188,7 +188,8 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
         mesh = executor.plan.mesh
         leads = all(c == 0 for a, c in mesh.coords(config.rank).items() if a not in executor.plan.home)
         conn.send(("ready", (executor.home, leads)))
-        memory = SharedMemory(memory_name, track=False) if _tracks() else SharedMemory(memory_name)
+        options: dict[str, Any] = {"track": False} if sys.version_info >= (3, 13) else {}  # the leader unlinks it
+        memory = SharedMemory(memory_name, **options)
         try:
             _serve(executor, conn, memory, slot_bytes, leads and executor.home != 0)
         finally:
@@ -197,7 +198,10 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
         return
     except BaseException as e:
         try:
-            conn.send(("error", f"rank {config.rank}: {type(e).__name__}: {e}\n{traceback.format_exc()}"))
+            told = isinstance(e, EngineError | TokenSpeedError)  # such a text names cause and fix by itself
+            conn.send(
+                ("error", str(e) if told else f"rank {config.rank}: {type(e).__name__}: {e}\n{traceback.format_exc()}")
+            )
         except OSError:
             pass
         raise SystemExit(1) from None
@@ -207,19 +211,19 @@ def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_byte
     while message := conn.recv_bytes():
         slot, number, digest, variant, params, ops = pickle.loads(message)
         start = slot * slot_bytes
-        plan = _scheduler.Plan.unpack(memory.buf[start : start + slot_bytes])
+        plan = _scheduler.Plan.unpack(_slot(memory, start, slot_bytes))
         if (plan.step, plan.digest) != (number, digest):
-            raise RuntimeError(f"step {number}: the plan in shared memory is that of step {plan.step}; the ranks have diverged")
+            raise RuntimeError(
+                f"step {number}: the plan in shared memory is that of step {plan.step}; the ranks have diverged"
+            )
         result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops))
         if reports:
             conn.send(("result", result))
 
 
-def _tracks() -> bool:
-    """Whether SharedMemory takes `track` (Python 3.13): an attaching process must not unlink it."""
-    import sys
-
-    return sys.version_info >= (3, 13)
+def _slot(memory: SharedMemory, start: int, nbytes: int) -> memoryview:
+    assert memory.buf is not None
+    return memory.buf[start : start + nbytes]
 
 
 def _die_with_parent() -> None:

@@ -105,6 +105,14 @@ def pack_params(p: CoreParams) -> np.ndarray:
     words[Word.FLAGS] = int(flags)
     words[Word.SEED_LO], words[Word.SEED_HI] = np.array([p.seed & (2**64 - 1)], dtype=np.uint64).view(np.int32)
     words[Word.TOP_K], words[Word.LOGPROBS] = p.top_k, max(p.logprobs, 0)
-    floats[Word.TEMPERATURE], floats[Word.TOP_P], floats[Word.MIN_P] = max(p.temperature, GREEDY_BELOW), p.top_p, p.min_p
-    floats[Word.REPETITION], floats[Word.PRESENCE], floats[Word.FREQUENCY] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+    floats[Word.TEMPERATURE], floats[Word.TOP_P], floats[Word.MIN_P] = (
+        max(p.temperature, GREEDY_BELOW),
+        p.top_p,
+        p.min_p,
+    )
+    floats[Word.REPETITION], floats[Word.PRESENCE], floats[Word.FREQUENCY] = (
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+    )
     return words

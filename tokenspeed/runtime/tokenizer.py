@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _SPACE = "\u2581"  # SentencePiece's mark of a space
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # what `Tokenizer.save` writes
 
 
 class Tokenizer:

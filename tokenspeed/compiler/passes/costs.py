@@ -59,6 +59,8 @@ def load_costs(name_or_path: str) -> CostModel:
         )  # fmt: skip
     except FileNotFoundError:
         shipped = ", ".join(sorted(p.stem for p in _TABLES.glob("*.json")))
-        raise PlanError("P035", f"no calibration table {name_or_path!r}; shipped: {shipped}; or give a JSON file") from None
+        raise PlanError(
+            "P035", f"no calibration table {name_or_path!r}; shipped: {shipped}; or give a JSON file"
+        ) from None
     except (KeyError, ValueError) as e:
         raise PlanError("P035", f"calibration table {path}: {e!r}") from None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tokenspeed.compiler.passes.leaves import type_body
 from tokenspeed.compiler.passes.repair import Repairs
 from tokenspeed.compiler.passes.rows import Choices, Row
-from tokenspeed.compiler.passes.leaves import type_body
 from tokenspeed.compiler.passes.trace import Flat, FlatNode
-from tokenspeed.ir.errors import Origin, PlanError
+from tokenspeed.ir.errors import NOWHERE, Origin, PlanError
 from tokenspeed.ir.graph import Leaf, Node, Program
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.types import Type
@@ -80,7 +80,7 @@ class _Builder:
                 k = self.inserted[value] = self.inserted.get(value, 0) + 1
                 name = value + "'" * k
                 note = f"{value} {_change(self.types[at], step.after)} for {who}"
-                self.nodes.append(Node(step.op, (at,), (name,), dict(step.attrs()), Origin(), note))
+                self.nodes.append(Node(step.op, (at,), (name,), dict(step.attrs()), NOWHERE, note))
                 self.types[name] = step.after
                 self.served[key] = name
             at = self.served[key]
@@ -92,7 +92,12 @@ class _Builder:
         key = (id(leaf), row.stars, tuple(sorted((d, tuple(a)) for d, a in self.repairs.rows.items())))
         if key not in self.cache.made:
             typed = type_body(
-                leaf, self.choices.b, self.choices.leaf_param[id(leaf)], list(row.ins), dict(row.stars), self._repair_inside
+                leaf,
+                self.choices.b,
+                self.choices.leaf_param[id(leaf)],
+                list(row.ins),
+                dict(row.stars),
+                self._repair_inside,
             )
             self.cache.made[key] = _fill_pads(typed, self.choices.layout.sizes, self.choices.layout.logical)
         typed = self.cache.made[key]
@@ -102,7 +107,9 @@ class _Builder:
             self.leaves[self.leaf_name[id(typed)]] = typed
         return self.leaf_name[id(typed)]
 
-    def _repair_inside(self, value: str, have: Type, want: Type, origin: Origin) -> tuple[list[Node], dict[str, Type], str]:
+    def _repair_inside(
+        self, value: str, have: Type, want: Type, origin: Origin
+    ) -> tuple[list[Node], dict[str, Type], str]:
         """What the author's `place` takes, inside a leaf."""
         path = self.repairs.path(have, want)
         if path.cost == float("inf"):
@@ -112,7 +119,11 @@ class _Builder:
         at = value
         for k, step in enumerate(path.steps, 1):
             name = value + "'" * k
-            nodes.append(Node(step.op, (at,), (name,), dict(step.attrs()), origin, f"{value} {_change(have, step.after)} by place"))
+            nodes.append(
+                Node(
+                    step.op, (at,), (name,), dict(step.attrs()), origin, f"{value} {_change(have, step.after)} by place"
+                )
+            )
             types[name] = have = step.after
             at = name
         return nodes, types, at

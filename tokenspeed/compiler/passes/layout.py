@@ -41,7 +41,9 @@ class Layout:
                 break
             out.append(a)
         if self.plan.mesh.size(out) != limit:
-            raise PlanError("P033", f"{f} ends inside an axis of {self.plan.describe()}: {limit} is no product of outer axes")
+            raise PlanError(
+                "P033", f"{f} ends inside an axis of {self.plan.describe()}: {limit} is no product of outer axes"
+            )
         return tuple(out)
 
     def extent(self, sub: str) -> int:
@@ -63,7 +65,7 @@ def make_layout(flat: Flat, plan: Plan) -> Layout:
     for path, decl in flat.decls.items():
         if isinstance(decl, PagedAttention):
             _heads(layout, path, decl)
-    for path, decl in flat.decls.items():
+    for decl in flat.decls.values():
         if isinstance(decl, Weight) and decl.pad:
             _pad_weight(layout, decl)
     for path, decl in flat.decls.items():
@@ -79,13 +81,17 @@ def _check_names(flat: Flat, plan: Plan) -> None:
             used.update(d.factors[0].axes)
             name = d.factors[0].name
             if name not in flat.dims and name not in RUNTIME_DIMS:
-                raise PlanError("P034", f"{path}: dim {name!r} has no extent; the model's `dims` names {sorted(flat.dims)}")
+                raise PlanError(
+                    "P034", f"{path}: dim {name!r} has no extent; the model's `dims` names {sorted(flat.dims)}"
+                )
     for a in sorted(used):
         plan.axes(a)
     wanted = {p for a in used for p in plan.axes(a)}
     idle = [a for a in plan.mesh.names if a not in wanted]
     if idle:
-        raise PlanError("P034", f"mesh axis {idle[0]!r} is used by no module of this model; its axes are {sorted(used)}")
+        raise PlanError(
+            "P034", f"mesh axis {idle[0]!r} is used by no module of this model; its axes are {sorted(used)}"
+        )
 
 
 def _dims(decl: Any) -> list[SpecDim]:
@@ -120,7 +126,10 @@ def _heads(layout: Layout, path: str, decl: PagedAttention) -> None:
         padded_group = group
         if kvs % ranks or heads % ranks:
             fits = [r for r in range(1, heads + 1) if heads % r == 0 and kvs % r == 0]
-            raise PlanError("P032", f"{path}: {n}={heads}, {kv}={kvs} do not divide over {ranks} ranks (write {kv}@AXIS:{kv}, or use {fits})")
+            raise PlanError(
+                "P032",
+                f"{path}: {n}={heads}, {kv}={kvs} do not divide over {ranks} ranks (write {kv}@AXIS:{kv}, or use {fits})",
+            )
     layout.sizes[kv] = padded_kv
     layout.sizes[n] = padded_kv * padded_group
     layout.groups[n] = (kv, group, padded_group)
@@ -132,11 +141,15 @@ def _split(layout: Layout, kv: Factor, outer: int) -> None:
         size = layout.plan.mesh.size(a)
         if outer >= size:
             if outer % size:
-                raise PlanError("P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}")
+                raise PlanError(
+                    "P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}"
+                )
             outer //= size
         elif outer > 1:
             if size % outer:
-                raise PlanError("P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}")
+                raise PlanError(
+                    "P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}"
+                )
             layout.plan = layout.plan.split(a, (outer, size // outer))
             return
         else:
@@ -160,4 +173,7 @@ def _divide(layout: Layout, path: str, decl: Any, f: Factor) -> None:
         layout.sizes[f.name] = math.ceil(extent / ranks) * ranks  # zero rows and columns: exact
         return
     fits = [r for r in range(1, ranks + 1) if extent % r == 0]
-    raise PlanError("P032", f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)} (pad it, or use one of {fits})")
+    raise PlanError(
+        "P032",
+        f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)} (pad it, or use one of {fits})",
+    )

@@ -96,7 +96,12 @@ def type_body(
             source = types[inputs[0]]
             target = b.spec(parse_spec(node.attrs["spec"]), source.dtype, stars)
             if target.names != source.names:
-                raise _diagnose(leaf, node, [source], RuleError("P004", f"place names the dims {list(target.names)}, the value has {list(source.names)}"))
+                raise _diagnose(
+                    leaf,
+                    node,
+                    [source],
+                    RuleError("P004", f"place names the dims {list(target.names)}, the value has {list(source.names)}"),
+                )
             if repair is None or source == target:
                 rename[node.outputs[0]] = inputs[0]
                 types[inputs[0]] = target if repair is None else source
@@ -121,8 +126,8 @@ def type_body(
             raise PlacementError(
                 "P020",
                 f"{leaf.origin}  {leaf.kind}.forward: declared output and derived output differ\n"
-                f"  declared : {declared}      from \"{spec}\"\n  derived  : {derived}      {_source(leaf, name)}\n"
-                f"  {_difference(declared, derived)}\n  fix 1: declare \"{_as_spec(derived)}\"",
+                f'  declared : {declared}      from "{spec}"\n  derived  : {derived}      {_source(leaf, name)}\n'
+                f'  {_difference(declared, derived)}\n  fix 1: declare "{_as_spec(derived)}"',
             )
     return Leaf(leaf.kind, list(leaf.in_names), outputs, nodes, types, params)
 
@@ -136,7 +141,11 @@ def _difference(declared: Type, derived: Type) -> str:
     if declared.names != derived.names:
         return f"the dims differ: {list(declared.names)} and {list(derived.names)}"
     axes = dict.fromkeys((*declared.axes(), *derived.axes()))
-    parts = [f"over {a} the value is {_word(derived, a)}, declared {_word(declared, a)}" for a in axes if declared.state(a) != derived.state(a)]
+    parts = [
+        f"over {a} the value is {_word(derived, a)}, declared {_word(declared, a)}"
+        for a in axes
+        if declared.state(a) != derived.state(a)
+    ]
     return "; ".join(parts) or "the kinds of the pending reduction or the index targets differ"
 
 
@@ -154,7 +163,9 @@ def _diagnose(leaf: LeafDef, node: Node, args: list[Type], e: RuleError) -> Plac
     """Code, the user's line, each operand with what made it, the reason, a counter-example, fixes."""
     lines = [f"{node.origin}  in {leaf.kind}.forward: {node.op}"]
     for name, t in zip(node.inputs, args):
-        lines.append(f"  {name if name.startswith('@') else 'value ' + name:<10}: {t}      {'a parameter' if name.startswith('@') else _source(leaf, name)}")
+        is_param = name.startswith("@")
+        label, source = (name, "a parameter") if is_param else (f"value {name}", _source(leaf, name))
+        lines.append(f"  {label:<10}: {t}      {source}")
     lines.append(f"  {e.reason}")
     if e.example:
         lines.append(f"  e.g. {e.example}")
@@ -208,7 +219,9 @@ def _sub_axes(leaf: LeafDef) -> dict[str, str]:
     for f in (f for d in dims for f in d.factors):
         for a in f.axes if f.sub else ():
             if subs.setdefault(a, f.sub) != f.sub:
-                raise PlacementError("P033", f"{leaf.origin}: axis {a!r} is split two ways in {leaf.kind}: by {subs[a]} and by {f.sub}")
+                raise PlacementError(
+                    "P033", f"{leaf.origin}: axis {a!r} is split two ways in {leaf.kind}: by {subs[a]} and by {f.sub}"
+                )
     return subs
 
 
@@ -267,12 +280,15 @@ def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
         groups.append((str(s), uses))
     for name, decl in leaf.decls.items():
         if isinstance(decl, Linear):
+            where = f'{name} "{decl.text}"'
             for seg in decl.segments:
-                groups.append((f"{name} \"{decl.text}\"", [(f"{f}", layout.axes(f)) for d in (*seg.out, *seg.inp) for f in d.factors if f.axes]))
+                sharded = [f for d in (*seg.out, *seg.inp) for f in d.factors if f.axes]
+                groups += [(where, [(str(f), layout.axes(f)) for f in sharded])]
     for where, uses in groups:
         for (a, xs), (c, ys) in itertools.combinations(uses, 2):
             shared = sorted(set(xs) & set(ys))
             if shared:
-                raise PlanError("P031", f"{leaf.kind}: {a} and {c} share mesh axis {shared[0]!r} in {where} under {layout.plan.describe()}")
-
-
+                raise PlanError(
+                    "P031",
+                    f"{leaf.kind}: {a} and {c} share mesh axis {shared[0]!r} in {where} under {layout.plan.describe()}",
+                )

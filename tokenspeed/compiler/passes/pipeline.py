@@ -117,7 +117,9 @@ def _binding(layout: Layout, formats: Mapping[str, str], r: Request) -> Binding:
     return Binding(layout.axes, plan.axes, plan.mesh.ordered, plan.home, r.dtype, r.cache_dtype, fmt)
 
 
-def _one_bucket(flat: Flat, choices: Choices, r: Request, bucket: dict[str, int], cache: LeafCache) -> tuple[Program, float]:
+def _one_bucket(
+    flat: Flat, choices: Choices, r: Request, bucket: dict[str, int], cache: LeafCache
+) -> tuple[Program, float]:
     plan = choices.layout.plan
     groups = plan.mesh.size(plan.home)
     factors = {d: row_factors(plan, n) for d, n in bucket.items()}

@@ -28,7 +28,8 @@ class Step:
     after: Type
 
     def attrs(self) -> dict[str, object]:
-        return {"axes": self.axes} | ({"dim": self.dim} if self.dim else {})
+        out: dict[str, object] = {"axes": self.axes}
+        return out | {"dim": self.dim} if self.dim else out
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ class Repairs:
                         out.append((Step(op, moved, dim, after), price, wire))
         return out
 
-    def _moves(self, at: Type, state: str, group: tuple[str, ...], shard: list[str], target: Type) -> list[tuple[str, str]]:
+    def _moves(
+        self, at: Type, state: str, group: tuple[str, ...], shard: list[str], target: Type
+    ) -> list[tuple[str, str]]:
         row_ok = [d for d in at.names if d in ROW_DIMS and all(a in self.rows[d] for a in group)]
         if state == "P":
             moves = [("all_reduce", "")]
@@ -110,8 +113,17 @@ class Repairs:
             return moves
         if state != "R":
             return [("all_gather", state)]
-        moves = [("slice", d) for d in shard if d in row_ok or (d not in ROW_DIMS and all(target.state(a) == d for a in group))]
-        if target.kind == "sum" and target.pending and at.dtype not in _INTS and all(a in target.pending for a in group):
+        moves = [
+            ("slice", d)
+            for d in shard
+            if d in row_ok or (d not in ROW_DIMS and all(target.state(a) == d for a in group))
+        ]
+        if (
+            target.kind == "sum"
+            and target.pending
+            and at.dtype not in _INTS
+            and all(a in target.pending for a in group)
+        ):
             moves.append(("keep_first", ""))
         return moves
 

@@ -90,23 +90,38 @@ class Choices:
         weights = [param_type(self.params, i) for i in n.inputs if i.startswith("@")]
         indexed = tuple(self.ports[i].index if i in self.ports else None for i in n.inputs if not i.startswith("@"))
         attrs = tuple(sorted(n.attrs.items()))
-        key = (n.op, tuple(ins), indexed, tuple(weights), attrs, n.spec, tuple(sorted(factors.items())), tuple(sorted(count.items())))
+        key = (
+            n.op,
+            tuple(ins),
+            indexed,
+            tuple(weights),
+            attrs,
+            n.spec,
+            tuple(sorted(factors.items())),
+            tuple(sorted(count.items())),
+        )
         if key not in self.glue_memo:
             rows = self._glue_rows(n, ins, weights, factors, count)
             self.glue_memo[key] = [r for r in rows if n.spec is None or self._admits(n.spec, r.outs[0])]
         return self.glue_memo[key]
 
-    def _leaf_rows(self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[Row]:
+    def _leaf_rows(
+        self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]
+    ) -> list[Row]:
         out: list[Row] = []
         for stars in physical_stars(leaf, self.layout, factors):
             ins = tuple(self.b.spec(s, self.base[i].dtype, stars) for s, i in zip(leaf.in_specs, n.inputs))
             outs = tuple(self.b.spec(s, self.base[o].dtype, stars) for s, o in zip(leaf.out_specs, n.outputs))
             out.append(Row(ins, outs, self._leaf_price(leaf, ins, stars, count), tuple(sorted(stars.items()))))
         if not out:
-            raise PlanError("P030", f"{leaf.kind}: no placement of {leaf.in_specs} is possible on {self.layout.plan.describe()}")
+            raise PlanError(
+                "P030", f"{leaf.kind}: no placement of {leaf.in_specs} is possible on {self.layout.plan.describe()}"
+            )
         return out
 
-    def _leaf_price(self, leaf: LeafDef, ins: tuple[Type, ...], stars: Mapping[str, Axes], count: Mapping[str, int]) -> float:
+    def _leaf_price(
+        self, leaf: LeafDef, ins: tuple[Type, ...], stars: Mapping[str, Axes], count: Mapping[str, int]
+    ) -> float:
         key = (id(leaf), tuple(sorted(stars.items())))
         if key not in self.leaf_cost:
             body = type_body(leaf, self.b, self.leaf_param[id(leaf)], list(ins), stars)

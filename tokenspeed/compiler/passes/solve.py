@@ -71,7 +71,9 @@ def solve(flat: Flat, choices: Choices, repairs: Repairs, rows: list[list[Row]],
     chosen, best = _eliminate(len(rows), picks, factors)
     total = constant + best
     if not np.isfinite(total):
-        raise PlanError("P030", f"no legal placement on {choices.layout.plan.describe()}: every choice leaves some value unserved")
+        raise PlanError(
+            "P030", f"no legal placement on {choices.layout.plan.describe()}: every choice leaves some value unserved"
+        )
     return Solution(total, [options[c] for options, c in zip(rows, chosen)])
 
 

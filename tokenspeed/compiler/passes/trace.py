@@ -79,7 +79,9 @@ def flatten(model: Module, dims: dict[str, int], variant: str, tag: Callable[[st
     args: list[Any] = []
     for name, spec in sig.args:
         if isinstance(spec, Spec):
-            raise PlacementError("P004", f"{sig.origin}: the root module takes one struct of ports, {name!r} is a tensor")
+            raise PlacementError(
+                "P004", f"{sig.origin}: the root module takes one struct of ports, {name!r} is a tensor"
+            )
         ports.update({k: (p.spec, p.dtype) for k, p in spec.fields().items()})
         args.append(spec({k: Proxy(k, sig.origin) for k in spec.fields()}))
     trace = Trace(variant)
@@ -135,14 +137,20 @@ class _Flattener:
             self.flat.nodes.append(flat_node)
             self.flat.decls.update(frame.params)
         else:
-            inner = {n: self.cross(v, s, frame.path, node.origin) for n, v, s in zip(frame.in_names, ins, frame.in_specs)}
+            inner = {
+                n: self.cross(v, s, frame.path, node.origin) for n, v, s in zip(frame.in_names, ins, frame.in_specs)
+            }
             self.run(frame, inner)
             outs = [self.cross(inner[n], s, frame.path, node.origin) for n, s in zip(frame.out_names, frame.out_specs)]
         env.update(zip(node.outputs, outs))
 
     def cross(self, value: str, spec: Spec | None, path: str, origin: Origin) -> str:
         """A composite's signature constrains what crosses it; a vacuous one (every row dim starred, `+?`) adds nothing."""
-        if spec is None or value in self.flat.ports or (spec.any_pending and all(d.starred or not d.factors[0].axes for d in spec.dims)):
+        if (
+            spec is None
+            or value in self.flat.ports
+            or (spec.any_pending and all(d.starred or not d.factors[0].axes for d in spec.dims))
+        ):
             return value
         out = self.name(f"{path}.cross")
         self.flat.nodes.append(FlatNode("cross", [value], [out], {}, origin, spec=spec))

@@ -39,7 +39,9 @@ class Names:
             text = text.replace("{i}", i)
         parts = [tuple(alt.strip() + suffix for alt in part.split(" or ")) for part in text.split("|")]
         if len(parts) != segments:
-            raise ValueError(f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}")
+            raise ValueError(
+                f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}"
+            )
         return parts
 
 

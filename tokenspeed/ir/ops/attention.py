@@ -32,7 +32,13 @@ class Append(Op):
         slots = ins[3].names[0]
         legal = {(t, t, t, slots, slots), (kv, kv, "R", kv, kv), ("R",) * 5}
         if (k, v, slot, ck, cv) not in legal:
-            raise refuse("append", axis, states, ins, "keys, values and slots must lie exactly as the cache does (rows on the home axis, heads alike)")
+            raise refuse(
+                "append",
+                axis,
+                states,
+                ins,
+                "keys, values and slots must lie exactly as the cache does (rows on the home axis, heads alike)",
+            )
         return []
 
     def reference(self, k: Tensor, v: Tensor, slot: Tensor, ck: Tensor, cv: Tensor) -> None:
@@ -64,15 +70,26 @@ class Attend(Op):
                 return [n]
             if (q, ck, cv) == ("R",) * 3:
                 return ["R"]
-        raise refuse("attend", axis, states, ins, "queries go with their request's cache: rows on the home axis, heads as the cache's heads")
+        raise refuse(
+            "attend",
+            axis,
+            states,
+            ins,
+            "queries go with their request's cache: rows on the home axis, heads as the cache's heads",
+        )
 
     def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
         n, kv = ins[0].dims[1], ins[1].dims[1]
         if n.axes[: len(kv.axes)] != kv.axes:
-            raise RuleError("V6", f"the axes of {kv.name} {list(kv.axes)} must be the outer factors of those of {n.name} {list(n.axes)}")
+            raise RuleError(
+                "V6",
+                f"the axes of {kv.name} {list(kv.axes)} must be the outer factors of those of {n.name} {list(n.axes)}",
+            )
         return super().infer(ins, attrs, order, home)
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"scale": attrs["scale"], "page": at.sizes["page"]}
 
     def reference(

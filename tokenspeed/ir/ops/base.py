@@ -55,7 +55,9 @@ class Op:
     def reference(self, *ins: Tensor, **attrs: Any) -> Any:
         raise TypeError(f"{self.name} has no reference")
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         """Keyword arguments of the kernel on one rank: attributes plus the offsets it owns."""
         return dict(attrs)
 
@@ -75,7 +77,9 @@ class Op:
         specs = self.shape(ins, attrs)
         for t in ins:
             if t.pending and t.kind not in ("sum",) and self.name not in _TAKES_KIND:
-                raise RuleError("P013", f"{self.name} of a value pending by {t.kind}: only a redistribution may consume it")
+                raise RuleError(
+                    "P013", f"{self.name} of a value pending by {t.kind}: only a redistribution may consume it"
+                )
         axes: list[str] = []
         for t in ins:
             axes.extend(a for a in t.axes() if a not in axes)
@@ -89,7 +93,11 @@ class Op:
                 on = [a for a, st in states.items() if st[i] == name]
                 dims.append(Dim(name, order(tuple(on)) if name in ROW_DIMS else _merge_order(name, on, ins, self.name)))
             pending = order(tuple(a for a, st in states.items() if st[i] == "P"))
-            out.append(Type(dtype, tuple(dims), pending, self.out_kind(attrs) if pending else "sum", self.out_index(ins, attrs)))
+            out.append(
+                Type(
+                    dtype, tuple(dims), pending, self.out_kind(attrs) if pending else "sum", self.out_index(ins, attrs)
+                )
+            )
         return out
 
     def out_index(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> Dim | None:
@@ -108,7 +116,9 @@ def _merge_order(name: str, on: list[str], ins: Sequence[Type], op: str) -> Axes
     orders = {tuple(a for a in d.axes if a in on) for t in ins for d in t.dims if d.name == name}
     full = [o for o in orders if len(o) == len(on)]
     if len(full) > 1:
-        raise RuleError("P014", f"{op}: {name} is sharded in the orders {sorted(full)} on its operands; the blocks do not match")
+        raise RuleError(
+            "P014", f"{op}: {name} is sharded in the orders {sorted(full)} on its operands; the blocks do not match"
+        )
     return full[0] if full else tuple(on)
 
 
@@ -120,7 +130,9 @@ def show(states: States, ins: Sequence[Type]) -> str:
     return ", ".join(f"{'/'.join(t.names)}:{s}" for s, t in zip(states, ins))
 
 
-def refuse(op: str, axis: str, states: States, ins: Sequence[Type], why: str, code: str = "P010", **more: Any) -> RuleError:
+def refuse(
+    op: str, axis: str, states: States, ins: Sequence[Type], why: str, code: str = "P010", **more: Any
+) -> RuleError:
     return RuleError(code, f"{op} on axis {axis} ({show(states, ins)}): {why}", **more)
 
 
@@ -159,5 +171,7 @@ def pointwise_rule(
         raise refuse(op, axis, states, ins, f"{op} needs the whole of {letter} on every rank", "P015")
     for s, t in zip(states, ins):
         if letter in t.names and s != letter:
-            raise refuse(op, axis, states, ins, f"{letter} is sharded on one operand and whole on another: blocks do not match")
+            raise refuse(
+                op, axis, states, ins, f"{letter} is sharded on one operand and whole on another: blocks do not match"
+            )
     return letter if letter in out else "R"

@@ -112,7 +112,9 @@ class KeepFirst(Redistribute):
             x = x.with_state(a, "P", order)
         return x
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"keep": at.plan.mesh.index(at.rank, tuple(attrs["axes"])) == 0}
 
     def reference(self, x: Tensor, *, keep: bool) -> Tensor:

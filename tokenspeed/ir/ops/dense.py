@@ -35,7 +35,9 @@ class Lookup(Op):
             raise refuse("lookup", axis, states, ins, "the ids and the table cannot be sharded on the same axis")
         return [table[ids, w]]
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"offset": at.offset(ins[1].dims[0])}
 
     def reference(self, ids: Tensor, w: Tensor, *, offset: int = 0) -> Tensor:
@@ -59,7 +61,9 @@ class Linear(Op):
         x, k = ins[0], attrs["segments"]
         n_in = len(attrs["in_dims"])
         if x.names[len(x.names) - n_in :] != tuple(attrs["in_dims"]):
-            raise RuleError("P004", f"linear expects the trailing dims {list(attrs['in_dims'])}, the operand has {list(x.names)}")
+            raise RuleError(
+                "P004", f"linear expects the trailing dims {list(attrs['in_dims'])}, the operand has {list(x.names)}"
+            )
         rows = x.names[: len(x.names) - n_in]
         return [(attrs["dtype"], (*rows, *w.names[: len(w.names) - n_in])) for w in ins[1 : 1 + k]]
 
@@ -81,7 +85,9 @@ class Linear(Op):
                 got = "P"
             elif x in in_dims:
                 if w != x:
-                    raise fail(f"{x} is contracted: it is sharded on the operand and not on the weight, so blocks do not match")
+                    raise fail(
+                        f"{x} is contracted: it is sharded on the operand and not on the weight, so blocks do not match"
+                    )
                 got = "P"
             elif w in w_in:
                 raise fail(f"{w} is contracted: it is sharded on the weight and not on the operand (an implicit slice)")
@@ -104,13 +110,17 @@ class Linear(Op):
             out.append(got)
         return out
 
-    def reference(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    def reference(
+        self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         y = x.flatten(1).float() @ w.float().t()
         if bias is not None:
             y = y + bias.float()
         return y.to(dtype or x.dtype)
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {}
 
     def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -166,7 +176,11 @@ class Rope(Op):
         return [(ins[0].dtype, ins[0].names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule("rope", axis, states, ins, ins[0].names, linear=[(0,)], closed=(ins[0].names[-1], *ins[2].names))]
+        return [
+            pointwise_rule(
+                "rope", axis, states, ins, ins[0].names, linear=[(0,)], closed=(ins[0].names[-1], *ins[2].names)
+            )
+        ]
 
     def reference(self, x: Tensor, pos: Tensor, table: Tensor) -> Tensor:
         half = table.shape[1] // 2
@@ -268,14 +282,23 @@ class SelectRows(Op):
         home = axis in (ins[1].index.axes if ins[1].index else ())
         if home:
             if (x, idx) != (t, s):
-                raise refuse("select_rows", axis, states, ins, f"an index into one {axis} block means another row of a gathered value", "P030")
+                raise refuse(
+                    "select_rows",
+                    axis,
+                    states,
+                    ins,
+                    f"an index into one {axis} block means another row of a gathered value",
+                    "P030",
+                )
             return [s]
         table = {("R", "R"): "R", ("R", s): s, (t, "R"): "P", ("P", "R"): "P"} | {(d, "R"): d for d in ins[0].names[1:]}
         if (x, idx) not in table:
             raise refuse("select_rows", axis, states, ins, "rows and indices are sharded on the same axis")
         return [table[x, idx]]
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         t, home = ins[0].dims[0], ins[1].index.axes if ins[1].index else ()
         inner = tuple(a for a in t.axes if a not in home)
         rows = at.sizes[t.name] // at.plan.mesh.size(t.axes)
@@ -304,4 +327,17 @@ class Cross(Op):
 
 
 OPS_RMS = RmsNorm()
-DENSE = [Lookup(), Linear(), OPS_RMS, AddRmsNorm(), Rope(), Silu(), Mul(), SiluMul(), Add(), Scale(), SelectRows(), Cross()]
+DENSE = [
+    Lookup(),
+    Linear(),
+    OPS_RMS,
+    AddRmsNorm(),
+    Rope(),
+    Silu(),
+    Mul(),
+    SiluMul(),
+    Add(),
+    Scale(),
+    SelectRows(),
+    Cross(),
+]

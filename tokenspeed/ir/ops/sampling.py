@@ -94,17 +94,23 @@ class _OnLogits(Op):
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         if len(ins[0].dims) != 2 or len(ins[1].dims) != 2 or ins[0].names[0] != ins[1].names[0]:
-            raise RuleError("P004", f"{self.name} expects logits [s, v] and parameters [s, p], got {ins[0]} and {ins[1]}")
+            raise RuleError(
+                "P004", f"{self.name} expects logits [s, v] and parameters [s, p], got {ins[0]} and {ins[1]}"
+            )
         return [(ins[0].dtype, ins[0].names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         s, v = ins[0].names
         table = {("R", "R"): "R", (s, s): s, (v, "R"): v}
         if tuple(states) not in table:
-            raise refuse(self.name, axis, states, ins, "logits must be complete, parameters whole or on the same rows", "P011")
+            raise refuse(
+                self.name, axis, states, ins, "logits must be complete, parameters whole or on the same rows", "P011"
+            )
         return [table[states[0], states[1]]]
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return dict(attrs)
 
 
@@ -123,7 +129,9 @@ class AddGumbel(_OnLogits):
 
     name = "add_gumbel"
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"offset": at.offset(ins[0].dims[1])}
 
     def reference(self, z: Tensor, params: Tensor, *, offset: int = 0) -> Tensor:
@@ -153,7 +161,9 @@ class Argmax(Op):
                          example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
         return [table[states[0]]]
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"offset": at.offset(ins[0].dims[1])}
 
     def reference(self, z: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
@@ -177,7 +187,9 @@ class Fill(Op):
             raise refuse("fill", axis, states, ins, "a constant inside a pending sum is counted once a rank", "P011")
         return [states[0]]
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         d = ins[0].dims[-1]
         width = at.sizes[d.name] // at.plan.mesh.size(d.axes)
         return {"start": min(max(at.logical[d.name] - at.offset(d), 0), width), "value": attrs["value"]}
@@ -212,9 +224,18 @@ class Sample(Op):
             return ["R"] * 4
         if (z, params) == (s, s) and all(x == r for x in state):
             return [s] * 4
-        raise refuse("sample", axis, states, ins, "the full sampler needs whole logits of the rows whose state this rank holds", "P011")
+        raise refuse(
+            "sample",
+            axis,
+            states,
+            ins,
+            "the full sampler needs whole logits of the rows whose state this rank holds",
+            "P011",
+        )
 
-    def local_attrs(self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local) -> dict[str, Any]:
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
         return {"vocab": at.logical[ins[0].dims[1].name]}
 
     def reference(

@@ -1,13 +1,36 @@
 """The author's vocabulary: modules, ops with weights, ports. `from tokenspeed.models.nn import ...` is the public surface."""
 
 from tokenspeed.models.nn.blocks import (
-    MLP, Batch, Embed, FullSampler, GumbelSampler, Head, Partial, Rows, Sampler, Stream, Tokens,
+    MLP,
+    Batch,
+    Embed,
+    FullSampler,
+    GumbelSampler,
+    Head,
+    Partial,
+    Rows,
+    Sampler,
+    Stream,
+    Tokens,
 )  # fmt: skip
 from tokenspeed.models.nn.config import Config, ConfigError
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.params import (
-    Linear, PagedAttention, RMSNorm, Rope, SamplingState, Weight, add_gumbel, argmax, full_sample, head, lookup, place,
-    select_rows, silu, temper,
+    Linear,
+    PagedAttention,
+    RMSNorm,
+    Rope,
+    SamplingState,
+    Weight,
+    add_gumbel,
+    argmax,
+    full_sample,
+    head,
+    lookup,
+    place,
+    select_rows,
+    silu,
+    temper,
 )  # fmt: skip
 
 __all__ = [

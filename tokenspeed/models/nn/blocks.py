@@ -6,10 +6,20 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from tokenspeed.ir.builder import Proxy, current
+from tokenspeed.ir.builder import current
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.params import (
-    Linear, SamplingState, Weight, add_gumbel, argmax, export, full_sample, head, lookup, silu, temper,
+    Linear,
+    SamplingState,
+    Weight,
+    add_gumbel,
+    argmax,
+    export,
+    full_sample,
+    head,
+    lookup,
+    silu,
+    temper,
 )  # fmt: skip
 
 Stream = Annotated[Tensor, "t* h +?"]  # a residual stream: any token spread, perhaps pending
@@ -53,7 +63,9 @@ class Head(Module):
 class GumbelSampler(Module):
     """Greedy or temperature sampling by Gumbel-max on a sharded vocabulary: 8 bytes a request on the wire."""
 
-    def forward(self, z: Annotated[Tensor, "s* v@vp"], p: Annotated[Tensor, "s* p"]) -> Annotated[Tensor, "s* argmax:vp"]:
+    def forward(
+        self, z: Annotated[Tensor, "s* v@vp"], p: Annotated[Tensor, "s* p"]
+    ) -> Annotated[Tensor, "s* argmax:vp"]:
         return argmax(add_gumbel(temper(z, p), p))
 
 
@@ -75,7 +87,7 @@ class Sampler(Module):
     def __init__(self) -> None:
         self.gumbel, self.full = GumbelSampler(), FullSampler()
 
-    def __call__(self, z: Proxy, p: Proxy) -> Any:
+    def __call__(self, z: Any, p: Any) -> Any:
         if current().variant == "gumbel":
             return self.gumbel(z, p)
         token, logprob, top_ids, top_logprobs = self.full(z, p)

@@ -29,7 +29,9 @@ class Config:
         if name.startswith("_"):
             raise AttributeError(name)
         if self._values.get(name) is None:
-            raise ConfigError(f"config.json has no {name!r}, which {self._values.get('model_type', 'this model')} needs")
+            raise ConfigError(
+                f"config.json has no {name!r}, which {self._values.get('model_type', 'this model')} needs"
+            )
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:

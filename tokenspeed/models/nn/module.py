@@ -17,11 +17,16 @@ from tokenspeed.ir.errors import Origin, SpecError
 from tokenspeed.ir.spec import Spec, parse_spec
 
 
-class Port:
+class PortSpec:
     """One tensor of the program's interface: placement and dtype."""
 
     def __init__(self, spec: str, dtype: str = "i32") -> None:
         self.spec, self.dtype = parse_spec(spec), dtype
+
+
+def Port(spec: str, dtype: str = "i32") -> Any:
+    """Declares a field of a `Ports` struct: `ids = Port("t@dp")`. In a body the field is the tensor."""
+    return PortSpec(spec, dtype)
 
 
 class Ports:
@@ -32,10 +37,10 @@ class Ports:
             setattr(self, name, value)
 
     @classmethod
-    def fields(cls) -> dict[str, Port]:
-        out: dict[str, Port] = {}
+    def fields(cls) -> dict[str, PortSpec]:
+        out: dict[str, PortSpec] = {}
         for c in reversed(cls.__mro__):
-            out.update({k: v for k, v in vars(c).items() if isinstance(v, Port)})
+            out.update({k: v for k, v in vars(c).items() if isinstance(v, PortSpec)})
         return out
 
 
@@ -56,7 +61,9 @@ class Signature:
         try:
             hints = typing.get_type_hints(fn, globalns=scope, include_extras=True)
         except NameError as e:
-            raise SpecError("P001", f"{self.origin}: the signature of {cls.__name__}.forward names something undefined: {e}") from None
+            raise SpecError(
+                "P001", f"{self.origin}: the signature of {cls.__name__}.forward names something undefined: {e}"
+            ) from None
         self.args: list[tuple[str, Spec | type[Ports]]] = []
         for name in list(inspect.signature(fn).parameters)[1:]:
             self.args.append((name, self._spec(cls, name, hints.get(name))))
@@ -76,9 +83,12 @@ class Signature:
                 try:
                     return parse_spec(texts[0])
                 except SpecError as e:
-                    raise SpecError(e.code, f"{self.origin}: argument {name!r} of {cls.__name__}.forward: {e.message}") from None
+                    raise SpecError(
+                        e.code, f"{self.origin}: argument {name!r} of {cls.__name__}.forward: {e.message}"
+                    ) from None
         raise SpecError(
-            "P001", f'{self.origin}: {name!r} of {cls.__name__}.forward needs a placement, e.g. Annotated[Tensor, "t* h"]'
+            "P001",
+            f'{self.origin}: {name!r} of {cls.__name__}.forward needs a placement, e.g. Annotated[Tensor, "t* h"]',
         )
 
 
@@ -123,7 +133,10 @@ def flatten_args(module: Module, args: tuple[Any, ...], at: Origin) -> list[tupl
     for (name, spec), arg in zip(sig.args, args):
         if isinstance(spec, Spec):
             if not isinstance(arg, Proxy):
-                raise SpecError("P004", f"{at}: argument {name!r} of {type(module).__name__} must be one tensor, got {type(arg).__name__}")
+                raise SpecError(
+                    "P004",
+                    f"{at}: argument {name!r} of {type(module).__name__} must be one tensor, got {type(arg).__name__}",
+                )
             flat.append((name, spec, arg.name))
         else:
             if not isinstance(arg, spec):
@@ -153,7 +166,9 @@ def args_in_frame(module: Module, frame: Frame) -> list[Any]:
 def close_frame(module: Module, frame: Frame, outs: tuple[Any, ...]) -> None:
     sig = module.signature()
     if len(outs) != len(sig.outs) or not all(isinstance(o, Proxy) for o in outs):
-        raise SpecError("P004", f"{frame.origin}: {type(module).__name__} declares {len(sig.outs)} results and returns {len(outs)}")
+        raise SpecError(
+            "P004", f"{frame.origin}: {type(module).__name__} declares {len(sig.outs)} results and returns {len(outs)}"
+        )
     frame.out_names = [o.name for o in outs]
     frame.out_specs = list(sig.outs)
 

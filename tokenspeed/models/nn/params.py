@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed.ir.builder import Proxy, apply, current
+from tokenspeed.ir.builder import apply, current
 from tokenspeed.ir.errors import SpecError
 from tokenspeed.ir.spec import Spec, SpecDim, parse_sides, parse_spec
 from tokenspeed.models.nn.module import Param
@@ -59,14 +59,20 @@ class Linear(Param):
             if len(self.segments) != 1:
                 raise SpecError("P001", f"Linear({map_!r}): a bias spec goes with one segment")
 
-    def __call__(self, x: Proxy) -> Any:
+    def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
         k = len(self.segments)
         refs = [f"@{self.path}:{i}" for i in range(k)]
         if self.bias:
             refs += [f"@{self.path}.bias:{i}" for i in range(k)]
         return apply(
-            "linear", [x, *refs], k, in_dims=tuple(d.name for d in self.inp), segments=k, bias=bool(self.bias), dtype=self.dtype
+            "linear",
+            [x, *refs],
+            k,
+            in_dims=tuple(d.name for d in self.inp),
+            segments=k,
+            bias=bool(self.bias),
+            dtype=self.dtype,
         )
 
 
@@ -76,7 +82,7 @@ class RMSNorm(Param):
     def __init__(self, spec: str, eps: float) -> None:
         self.spec, self.eps = parse_spec(spec), eps
 
-    def __call__(self, x: Proxy) -> Proxy:
+    def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
         return apply("rms_norm", [x, f"@{self.path}"], eps=self.eps)
 
@@ -88,7 +94,7 @@ class Rope(Param):
     def __init__(self, dim: int, positions: int, parameters: dict[str, Any]) -> None:
         self.dim, self.positions, self.parameters = dim, positions, parameters
 
-    def __call__(self, q: Proxy, k: Proxy, pos: Proxy) -> tuple[Proxy, Proxy]:
+    def __call__(self, q: Any, k: Any, pos: Any) -> tuple[Any, Any]:
         current().frame.params[self.path] = self
         return apply("rope", [q, pos, f"@{self.path}"]), apply("rope", [k, pos, f"@{self.path}"])
 
@@ -106,7 +112,7 @@ class PagedAttention(Param):
         self.n, self.kv, self.d = dims
         self.scale = scale
 
-    def __call__(self, q: Proxy, k: Proxy, v: Proxy, b: Any) -> Proxy:
+    def __call__(self, q: Any, k: Any, v: Any, b: Any) -> Any:
         current().frame.params[self.path] = self
         ck, cv = f"@{self.path}:0", f"@{self.path}:1"
         apply("append", [k, v, b.slot, ck, cv], 0)
@@ -117,49 +123,49 @@ class SamplingState(Param):
     """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias; a row a request slot."""
 
 
-def silu(x: Proxy) -> Proxy:
+def silu(x: Any) -> Any:
     return apply("silu", [x])
 
 
-def lookup(w: Weight, ids: Proxy) -> Proxy:
+def lookup(w: Weight, ids: Any) -> Any:
     """Rows of a table by id: [T] -> [T, h]."""
     return apply("lookup", [ids, w.ref()], dtype=STREAM)
 
 
-def head(x: Proxy, w: Weight) -> Proxy:
+def head(x: Any, w: Weight) -> Any:
     """Logits x @ w^T in float32: [S, h], [v, h] -> [S, v]."""
     inp = tuple(d.name for d in w.spec.dims[1:])
     return apply("linear", [x, w.ref()], in_dims=inp, segments=1, bias=False, dtype="f32")
 
 
-def select_rows(x: Proxy, index: Proxy) -> Proxy:
+def select_rows(x: Any, index: Any) -> Any:
     """x[index], index into the rows of this home block."""
     return apply("select_rows", [x, index])
 
 
-def place(x: Proxy, spec: str) -> Proxy:
+def place(x: Any, spec: str) -> Any:
     """The author's claim inside a leaf that the value must stand so here; whatever that takes is inserted."""
     return apply("place", [x], spec=spec)
 
 
-def export(name: str, x: Proxy, spec: str) -> None:
+def export(name: str, x: Any, spec: str) -> None:
     """Makes a value of the root module's own body a further result of the program, placed as `spec`."""
     current().exports[name] = (x.name, parse_spec(spec))
 
 
-def temper(z: Proxy, params: Proxy) -> Proxy:
+def temper(z: Any, params: Any) -> Any:
     return apply("temper", [z, params])
 
 
-def add_gumbel(z: Proxy, params: Proxy) -> Proxy:
+def add_gumbel(z: Any, params: Any) -> Any:
     return apply("add_gumbel", [z, params])
 
 
-def argmax(z: Proxy) -> Proxy:
+def argmax(z: Any) -> Any:
     return apply("argmax", [z])
 
 
-def full_sample(z: Proxy, params: Proxy, state: SamplingState) -> Any:
+def full_sample(z: Any, params: Any, state: SamplingState) -> Any:
     current().frame.params[state.path] = state
     refs = [f"@{state.path}:{i}" for i in range(3)]
     return apply("sample", [z, params, *refs], 4)
