@@ -62,6 +62,7 @@ class EngineLoop:
         self.silent: set[int] = set()  # ended by the front: no more deltas
         self.announced: set[int] = set()  # whose cached tokens were reported
         self.running = True
+        self.reported = True  # whether the front has seen the scheduler as it stands
 
     def run(self) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenspeed-step") as pool:
@@ -79,6 +80,8 @@ class EngineLoop:
     def _messages(self) -> None:
         waiting = self.inbox.drain()
         if not waiting and not self.flying and not self._has_work():
+            if not self.reported:  # the last requests ended by an abort: no step follows to say so
+                self._put([])
             message = self.inbox.get(IDLE_CHECK)
             self.ranks.check()
             waiting = [message] if message is not None else []
@@ -90,6 +93,7 @@ class EngineLoop:
         return bool(s["running"] or s["waiting"])
 
     def _handle(self, m: ToCore) -> None:
+        self.reported = False
         if isinstance(m, Submit):
             self._submit(m)
         elif isinstance(m, Abort):
@@ -174,14 +178,14 @@ class EngineLoop:
             if o.finish_reason is not None:
                 self._forget(o.request_id)
             deltas.append(delta)
-        if deltas:
-            self._put(deltas)
+        self._put(deltas)
 
     def _put(self, deltas: list[TokenDelta]) -> None:
-        s = self.scheduler.stats()
+        self.reported = True
+        s = self.scheduler.stats()  # cached: pages that no request holds (a shared page is in use, and not cached)
         stats = Stats(
             running=s["running"], waiting=s["waiting"], kv_pages_total=s["kv_pages_total"], kv_pages_free=s["kv_pages_free"],
-            kv_pages_cached=s["kv_pages_cached"], prefix_query_tokens=s["prefix_query_tokens"],
+            kv_pages_cached=s["kv_pages_evictable"], prefix_query_tokens=s["prefix_query_tokens"],
             prefix_hit_tokens=s["prefix_hit_tokens"], retractions=s["retractions"], steps=s["steps"], step_tokens=s["step_tokens"],
         )  # fmt: skip
         self.outbox.put(Deltas(deltas, stats))

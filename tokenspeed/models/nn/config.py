@@ -23,12 +23,13 @@ class Config:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
+        self._hidden: frozenset[str] = frozenset()
         self.read: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if self._values.get(name) is None:
+        if self._values.get(name) is None or name in self._hidden:
             raise ConfigError(
                 f"config.json has no {name!r}, which {self._values.get('model_type', 'this model')} needs"
             )
@@ -37,12 +38,12 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name)
         self.read[name] = value
-        return default if value is None else value
+        return default if value is None or name in self._hidden else value
 
     def without(self, field: str) -> Config:
-        """The same configuration (and the same record of reads) with one field absent."""
-        other = Config({k: v for k, v in self._values.items() if k != field})
-        other.read = self.read
+        """The same configuration read as if one field were absent; the record of reads is shared and says what it is."""
+        other = Config(self._values)
+        other._hidden, other.read = self._hidden | {field}, self.read
         return other
 
     @property
