@@ -92,7 +92,8 @@ def default_buckets(max_tokens: int) -> list[int]:
 def compile_model(
     model: Any, config: Mapping[str, Any], *, mesh: str = "", axes: str = "", dtype: str = "float32", cache_dtype: str = "float32",
     buckets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), max_rows: int = 256, device: str = "cpu",
-    calibration: str = "cpu", stored: Callable[[str], str | None] = lambda _: None, checkpoint: Mapping[str, Any] | None = None,
+    calibration: str = "cpu", objective: str = "default", stored: Callable[[str], str | None] = lambda _: None,
+    checkpoint: Mapping[str, Any] | None = None,
     variants: Sequence[str] = ("gumbel", "full"), progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Compiled:  # fmt: skip
     """Compiles `model` (a root module class) for one plan and set of token buckets (rows a home group).
@@ -111,7 +112,7 @@ def compile_model(
         DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress,
     )  # fmt: skip
     result = run_passes(request)
-    kernels = _bind(result, device)
+    kernels = _bind(result, device, objective)
     files = {f"programs/{program_name(v, t)}": text for (v, t), text in result.texts.items()}
     files["weights.json"] = dump(to_json(result.weights))
     files["ports.json"] = dump(_ports(result))
@@ -133,14 +134,14 @@ def compile_model(
     return Compiled(result, files, manifest, time.perf_counter() - started)
 
 
-def _bind(result: Result, device: str) -> dict[str, str]:
+def _bind(result: Result, device: str, objective: Any) -> dict[str, str]:
     """Pass 10: kernel name by request key, for every node of every program."""
     out: dict[str, str] = {}
     for p in result.programs.values():
         for op, signature, facts in kernel_nodes(p):
             key = key_of(op, signature, facts)
             if key not in out:
-                out[key] = select(op, signature=signature, traits=facts, device=device).name
+                out[key] = select(op, signature=signature, traits=facts, device=device, objective=objective).name
     return dict(sorted(out.items()))
 
 

@@ -21,6 +21,7 @@ from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.ops import OPS, Local, Redistribute
 from tokenspeed.ir.types import ROW_DIMS, Type
+from tokenspeed.kernels.capture import Replay, record
 
 DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
@@ -43,9 +44,11 @@ class Runtime:
 
 @dataclass
 class Emitted:
-    """A program that can be replayed: `module()` runs it on the ports; `results` are the output tensors, in order."""
+    """A program that can be replayed. `module()` interprets the graph call by call; `replay()` makes the same calls as it
+    was captured, without Python between native kernels. `results` are the output tensors, in order."""
 
     module: fx.GraphModule
+    replay: Replay
     results: list[Tensor]
     peak_bytes: int
 
@@ -241,6 +244,7 @@ class _Emitter:
         root = nn.Module()
         graph = fx.Graph()
         constants: dict[int, fx.Node] = {}
+        calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
         keep: list[Any] = []
 
         def constant(x: Any) -> fx.Node:
@@ -263,9 +267,10 @@ class _Emitter:
                 kwargs["out"] = tuple(map(constant, out)) if isinstance(out, tuple) else constant(out)
             node = graph.call_function(spec.fn, tuple(None if a is None else constant(a) for a in args), kwargs)
             node.meta["kernel"], node.meta["value"] = spec.name, f.outputs
+            calls.append((spec, args, attrs if out is None else attrs | {"out": out}))
         graph.output(())
         module = fx.GraphModule(root, graph, class_name=f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}")
-        return Emitted(module, [self._tensor(r) for r in self.results], self.peak)
+        return Emitted(module, record(calls), [self._tensor(r) for r in self.results], self.peak)
 
     def _tensor(self, name: str) -> Tensor:
         t = self.values[name].tensor

@@ -22,6 +22,17 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     return _region(size)[:size].zero_().view(dtype).view(shape)
 
 
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Like `zeros`, not zeroed and not touched: pages are taken from the system as they are first written."""
+    count = 1
+    for size in shape:
+        count *= size
+    size = count * dtype.itemsize
+    if size < HUGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    return _region(size)[:size].view(dtype).view(shape)
+
+
 def _region(size: int) -> Tensor:
     """u8 memory of at least `size` bytes on a huge-page boundary; not touched, so huge pages can still back it."""
     from tokenspeed import _cpu

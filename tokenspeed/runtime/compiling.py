@@ -60,12 +60,13 @@ def compile_options(
     from tokenspeed.compiler.api import compile_model, default_buckets
 
     checkpoint, family = open_model(config)
-    dtype, cache, stored = choose_dtypes(config, checkpoint)
+    dtype, cache, stored, objective = choose_dtypes(config, checkpoint)
     mesh = config.mesh or (f"tp={config.tensor_parallel_size}" if config.tensor_parallel_size > 1 else "")
     return compile_model(
         family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
         buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
         stored=stored, checkpoint=checkpoint.note(), progress=progress, calibration=calibration,
+        objective=objective,
     )  # fmt: skip
 
 
@@ -104,11 +105,12 @@ def load_class(file: Path, name: str) -> Any:
     return getattr(module, name)
 
 
-def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str, Callable[[str], str | None]]:
-    """(stream dtype, KV dtype, formats of stored tensors that are kept).
+def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str, Callable[[str], str | None], str]:
+    """(stream dtype, KV dtype, formats of stored tensors that are kept, objective of kernel selection).
 
-    `auto` keeps a quantised checkpoint's formats and computes in float32 with a bfloat16 cache; otherwise it follows
-    torch_dtype. A named dtype dequantises.
+    `auto` keeps a quantised checkpoint's formats, multiplies them with activations rounded to int8 where that is faster
+    (objective latency), and keeps the stream in float32 and the cache in bfloat16; otherwise it follows torch_dtype.
+    A named dtype dequantises.
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
@@ -122,4 +124,4 @@ def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, st
         dtype = "float32" if quantised or declared == "float32" else "bfloat16"
     auto_cache = "bfloat16" if keep else dtype
     cache = auto_cache if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return dtype, cache, checkpoint.stored if keep else (lambda _: None)
+    return dtype, cache, checkpoint.stored if keep else (lambda _: None), "latency" if keep else "default"

@@ -22,6 +22,7 @@ from tokenspeed.compiler.emit import DTYPES, Emitted, Runtime, emit
 from tokenspeed.ir.graph import Param, Program
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
 from tokenspeed.ir.types import DTYPE_BYTES
+from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.runtime.checkpoint import Checkpoint
 from tokenspeed.runtime.loader import load_weights
@@ -166,13 +167,13 @@ class Executor:
             name = f"{q.name}:{k}"
             if name not in self.params:
                 # not zeroed: no step reads a slot before it was written, nor state before its reset; pages stay unmapped
-                self.params[name] = torch.empty(t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
+                self.params[name] = memory.empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
 
     def _arena(self, nbytes: int) -> Tensor:
         if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
-            self.arena = torch.empty(nbytes, dtype=torch.uint8)
+            self.arena = memory.empty(nbytes, dtype=torch.uint8)
         return self.arena
 
     def group(self, axes: tuple[str, ...]) -> Any:
@@ -201,7 +202,7 @@ class Executor:
         into["last"][:s] = last
         into["table"][:s, : table.shape[1]] = table
         into["params"][:s] = step.params[mine_s]
-        program.module()
+        program.replay()
         tokens = program.results[0][:s].clone().numpy()
         sampled = (last >= 0) & (slots >= 0)
         self.last_tokens[slots[sampled]] = tokens[sampled]

@@ -65,8 +65,8 @@ def philox_gumbel(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tenso
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     lane = (ids % 4)[None, :].expand_as(c0)
     x = torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
-    u = ((x >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(u))
+    u = ((x >> 8).double() + 0.5) * 2.0**-24  # in float32 the largest words would round to 1
+    return -torch.log(-torch.log(u)).float()
 
 
 def _mulhilo(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
