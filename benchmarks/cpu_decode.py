@@ -108,7 +108,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         parts = {
-            "ours_auto": lambda: ours("auto", args.tokens, args.rounds), "ours_bfloat16": lambda: ours("bfloat16", args.tokens, args.rounds),
+            "ours_auto": lambda: ours("auto", args.tokens, args.rounds),
+            "ours_bfloat16": lambda: ours("bfloat16", args.tokens, args.rounds),
             "transformers": lambda: transformers_bf16(args.tokens, args.rounds), "ceiling": read_ceiling,
         }  # fmt: skip
         print(json.dumps(parts[args.part]()))

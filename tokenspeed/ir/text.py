@@ -37,7 +37,7 @@ _TYPE = re.compile(r"(\w+)\[([^\]]*)\](?: \+([\w.,]+)| (max|lse|argmax|topk):([\
 def print_program(p: Program) -> str:
     """Text of one program; deterministic."""
     out = [
-        f"program @{p.name} {p.variant} {p.plan.describe()} bucket(t={p.bucket['t']}, s={p.bucket['s']})",
+        print_header(p),
         "dims " + " ".join(_extent(p, d) for d in p.logical if d not in p.bucket),
     ]
     for name, leaf in p.leaves.items():
@@ -51,6 +51,11 @@ def print_program(p: Program) -> str:
     out += ["  " + _line(n, p.types, p.plan) for n in p.nodes]
     out.append("  return " + ", ".join(f"%{o}" for o in p.results))
     return "\n".join(out) + "\n"
+
+
+def print_header(p: Program) -> str:
+    """The first line: all that tells programs apart whose buckets chose alike."""
+    return f"program @{p.name} {p.variant} {p.plan.describe()} bucket(t={p.bucket['t']}, s={p.bucket['s']})"
 
 
 def _extent(p: Program, d: str) -> str:

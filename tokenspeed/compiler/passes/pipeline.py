@@ -6,7 +6,7 @@ Invariant: nothing here reads a weight, a clock or the environment; equal reques
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenspeed.compiler.explain import explain_program
@@ -16,13 +16,13 @@ from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
 from tokenspeed.compiler.passes.repair import Repairs
 from tokenspeed.compiler.passes.rows import Choices
-from tokenspeed.compiler.passes.solve import solve
+from tokenspeed.compiler.passes.solve import Solution, solve
 from tokenspeed.compiler.passes.trace import Flat, trace_model
 from tokenspeed.compiler.passes.weights import Names, build_weight_map, choose_formats
 from tokenspeed.compiler.weightmap import WeightMap, verify_weights
 from tokenspeed.ir.graph import Program, row_factors
-from tokenspeed.ir.mesh import Plan
-from tokenspeed.ir.text import parse_program, print_program
+from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.text import parse_program, print_header, print_program
 from tokenspeed.ir.types import Type
 from tokenspeed.ir.verifier import verify
 from tokenspeed.models.nn.config import Config
@@ -88,20 +88,24 @@ def run_passes(r: Request) -> Result:
             result = Result(layout, ports, weights, {})
         result.results[variant] = ["token", *flat.exports]
         cache = LeafCache()
-        bodies: dict[str, str] = {}
-        for t, s in r.buckets:
-            p, cost = _one_bucket(flat, choices, r, {"t": t, "s": s}, cache)
-            verify(p)
-            text = print_program(p)
-            body = text.partition("\n")[2]
-            if body not in bodies:  # buckets that solve alike differ in their first line only
+        known: dict[object, tuple[Program, str, dict[str, Any]]] = {}
+        for t, rows in r.buckets:
+            bucket = {"t": t, "s": rows}
+            factors, extents, repairs, solution, results = _choose(flat, choices, r, bucket)
+            key = (tuple(sorted(factors.items())), solution.picks)
+            if key not in known:  # buckets that choose alike differ in their extents only
+                p = build_program(flat, choices, repairs, solution.rows, results, bucket, cache)
+                verify(p)
+                text = print_program(p)
                 if print_program(parse_program(text)) != text:
                     raise AssertionError("V16: the printed program does not read back as itself")
-                bodies[body] = text
-            result.texts[variant, t] = text
+                known[key] = p, text.partition("\n")[2], explain_program(p)
+            first, body, explained = known[key]
+            p = replace(first, bucket=bucket, sizes=first.sizes | extents, logical=first.logical | extents)
+            result.texts[variant, t] = print_header(p) + "\n" + body
             result.programs[variant, t] = p
-            result.explain[f"{variant}.t{t}"] = explain_program(p)
-            result.costs_us[f"{variant}.t{t}"] = round(cost, 3)
+            result.explain[f"{variant}.t{t}"] = explained | {"bucket": bucket}
+            result.costs_us[f"{variant}.t{t}"] = round(solution.cost, 3)
             done += 1
             r.progress("compile", done, total)
     assert result is not None
@@ -117,9 +121,10 @@ def _binding(layout: Layout, formats: Mapping[str, str], r: Request) -> Binding:
     return Binding(layout.axes, plan.axes, plan.mesh.ordered, plan.home, r.dtype, r.cache_dtype, fmt)
 
 
-def _one_bucket(
-    flat: Flat, choices: Choices, r: Request, bucket: dict[str, int], cache: LeafCache
-) -> tuple[Program, float]:
+def _choose(
+    flat: Flat, choices: Choices, r: Request, bucket: dict[str, int]
+) -> tuple[dict[str, Axes], dict[str, int], Repairs, Solution, list[Type]]:
+    """Row factors of a bucket, its global rows, its repairs, the cheapest rows, and the types of the results."""
     plan = choices.layout.plan
     groups = plan.mesh.size(plan.home)
     factors = {d: row_factors(plan, n) for d, n in bucket.items()}
@@ -127,5 +132,4 @@ def _one_bucket(
     repairs = Repairs(plan, choices.layout.sizes | count | _NOMINAL, factors, r.costs)
     rows = [choices.rows(n, factors, count) for n in flat.nodes]
     results = [choices.b.spec(spec, choices.base[v].dtype) for v, spec in flat.results]
-    solution = solve(flat, choices, repairs, rows, results)
-    return build_program(flat, choices, repairs, solution.rows, results, bucket, cache), solution.cost
+    return factors, count, repairs, solve(flat, choices, repairs, rows, results), results

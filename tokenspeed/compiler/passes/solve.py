@@ -27,6 +27,7 @@ JOINT = 4
 class Solution:
     cost: float  # us a step, by the model
     rows: list[Row]  # one a flat node
+    picks: tuple[int, ...]  # their numbers
 
 
 def solve(flat: Flat, choices: Choices, repairs: Repairs, rows: list[list[Row]], results: list[Type]) -> Solution:
@@ -74,7 +75,7 @@ def solve(flat: Flat, choices: Choices, repairs: Repairs, rows: list[list[Row]],
         raise PlanError(
             "P030", f"no legal placement on {choices.layout.plan.describe()}: every choice leaves some value unserved"
         )
-    return Solution(total, [options[c] for options, c in zip(rows, chosen)])
+    return Solution(total, [options[c] for options, c in zip(rows, chosen)], tuple(chosen))
 
 
 def _distinct(groups: list[list[int]], wanted: list[list[Type]]) -> list[list[int]]:
