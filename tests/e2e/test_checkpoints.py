@@ -54,6 +54,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return tokens(tiny_model(tmp_path_factory.mktemp("plain")))
 
 
+def first_logprobs(path: Path, **options: Any) -> list[dict[int, float]]:
+    """For each prompt the log-probabilities of the 20 best first tokens, by id."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, detokenize=False)
+    given = {
+        "core": "inproc",
+        "num_pages": 40,
+        "max_num_seqs": 4,
+        "buckets": [1, 64],
+        "max_num_batched_tokens": 64,
+    } | options
+    with Engine(str(path), **given) as engine:
+        outputs = engine.generate(input_ids=PROMPTS, sampling_params=params)
+    (found, *_) = zip(*(output.logprobs for output in outputs))
+    return [dict(zip(entry.top_ids, entry.top_logprobs)) for entry in found]
+
+
+def assert_close(found: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
+    """Activations rounded to int8 move logits by hundredths of their range; rows in a wrong place make other ones."""
+    for a, b in zip(found, expected):
+        both = a.keys() & b.keys()
+        assert len(both) >= 15 and max(abs(a[i] - b[i]) for i in both) < 0.1 * (max(b.values()) - min(b.values()))
+
+
 # ---- safetensors -----------------------------------------------------------------------------------------------------
 
 
@@ -361,8 +384,8 @@ def test_a_gguf_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path, kind
     config = tiny_config(kind, tie_word_embeddings=form == Format.Q4_1)
     meant = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), form)
     expected = tokens(save_model(tmp_path / "model", config, meant))
-    assert tokens(tmp_path / "model.gguf", kv_cache_dtype="float32") == expected
     assert tokens(tmp_path / "model.gguf", dtype="float32") == expected
+    assert_close(first_logprobs(tmp_path / "model.gguf"), first_logprobs(tmp_path / "model"))
 
 
 def test_a_gguf_s_formats_are_kept_or_not_as_the_dtype_says(tmp_path: Path) -> None:
@@ -382,8 +405,8 @@ def test_a_gguf_s_formats_are_kept_or_not_as_the_dtype_says(tmp_path: Path) -> N
 def test_a_gguf_on_two_ranks(tmp_path: Path) -> None:
     config = tiny_config()
     meant = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), Format.Q8_0)
-    expected = tokens(save_model(tmp_path / "model", config, meant))
-    assert tokens(tmp_path / "model.gguf", kv_cache_dtype="float32", core="process", mesh="tp=2") == expected
+    path = save_model(tmp_path / "model", config, meant)
+    assert_close(first_logprobs(tmp_path / "model.gguf", core="process", mesh="tp=2"), first_logprobs(path))
 
 
 def test_a_gguf_has_its_tokenizer(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_two_ranks_answer_without_models_and_passes(blocked: dict[str, str], mod
 
 def test_the_embedded_model_as_an_artifact(blocked: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "smollm2"
-    done = tokenspeed("compile", "smollm2", "-o", path, "--buckets", "1,64", "--max-num-seqs", "2")
+    options = ("--buckets", "1,64", "--max-num-seqs", "2", "--dtype", "float32")
+    done = tokenspeed("compile", "smollm2", "-o", path, *options)
     assert done.returncode == 0, done.stderr
     with Server(path, "--core", "inproc", "--num-pages", "20", **blocked) as server:
         body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
