@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.models import PROMPTS
+from tests.e2e.models import PROMPTS, write_tiny
 from tokenspeed import Engine, SamplingParams
 
 
@@ -26,3 +28,31 @@ def tokens(mesh: str) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4", "dp=2,tp=2"])
 def test_layout_gives_the_tokens_of_one_rank(mesh: str) -> None:
     assert tokens(mesh) == tokens("")
+
+
+PLANS = [("dp=2,tp=2", "mlp=dp*tp,vp=dp*tp"), ("dp=2", "mlp=dp,vp=dp"), ("a=2,b=2", "tp=a*b,mlp=b"), ("tp=2", "mlp=1")]
+
+
+def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
+    """Greedy, temperature and filtered tokens (the gumbel and the full variant) of four prompts on one plan."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 1003) for _ in range(n)] for n in (3, 17, 9, 30)]
+    common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    kinds = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0.8, seed=5, **common),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=5, repetition_penalty=1.2, **common),
+    ]
+    with Engine(
+        model=str(model), mesh=mesh, axes=axes, max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, buckets=[1, 4, 8, 32],
+        core="process" if mesh else "inproc",
+    ) as engine:  # fmt: skip
+        return [r.token_ids for kind in kinds for r in engine.generate(input_ids=prompts, sampling_params=kind)]
+
+
+def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "llama")
+    one = sampled(model, "", "")
+    assert one[:4] != one[4:8] != one[8:], "the three kinds of sampling must differ"
+    for mesh, axes in PLANS:
+        assert sampled(model, mesh, axes) == one, (mesh, axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 from tokenspeed.compiler.binding import NO_KERNEL, key_of, request_of
 from tokenspeed.compiler.memory import Buffer, plan_memory
-from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.ops import OPS, Local, Redistribute
 from tokenspeed.ir.types import ROW_DIMS, Type
@@ -86,7 +85,7 @@ class _Flat:
     path: str
     params: dict[str, Param]
     request: tuple[str, dict[str, str], dict[str, int]]
-    views: list[tuple[str, _View]] = field(default_factory=list)
+    blocks: tuple[int, int, int] | None = None  # of a slice that copies: outer factor, parts, this rank's part
 
 
 def emit(p: Program, rt: Runtime) -> Emitted:
@@ -177,12 +176,14 @@ class _Emitter:
         if op.alias:
             self.values[f.outputs[0]] = self.values[f.inputs[0]]
         elif f.node.op == "slice":
-            self.values[f.outputs[0]] = self._sliced(i, f)
+            self.values[f.outputs[0]] = self._sliced(i, f, f.inputs[0])
+            if f.inputs[0] in self.pairs:
+                self.pairs[f.outputs[0]] = name = f.outputs[0] + "@value"
+                self.values[name] = self._sliced(i, f, self.pairs[f.inputs[0]])
         elif f.node.op == "linear":
             rows = shapes[0][0][0]
             widths = [math.prod(s[1:]) for s, _ in shapes]
             whole = self._new(i, (rows, sum(widths)), shapes[0][1])
-            f.views = [("out", whole)]
             start = 0
             for name, (shape, dtype), width in zip(f.outputs, shapes, widths):
                 stride = (sum(widths), *_contiguous(shape[1:]))
@@ -211,19 +212,18 @@ class _Emitter:
         sharers = sum(w is v for w in self.values.values())
         return v.storage >= 0 and (v.shape, v.dtype) == want and sharers == 1
 
-    def _sliced(self, i: int, f: _Flat) -> _View:
+    def _sliced(self, i: int, f: _Flat, source: str) -> _View:
         """A slice is a view of the operand: this rank's block of one dim."""
-        old = self.values[f.inputs[0]]
+        old = self.values[source]
         before, after = f.ins[0], f.outs[0]
         dim = next(k for k, (a, b) in enumerate(zip(before.dims, after.dims)) if a.axes != b.axes)
         axes = tuple(f.node.attrs["axes"])
         index = self.p.plan.mesh.index(self.rt.rank, axes)
         outer = self.outer(before, before.dims[dim].name, axes)
-        if outer > 1:
-            raise VerifyError(
-                "V5", f"slice of {before} to {after}: an inner block of a whole outer factor has no single stride"
-            )
         width = self.local(after)[dim]
+        if outer > 1:  # blocks of a whole outer factor lie apart: they are copied together
+            f.blocks = (outer, self.p.plan.mesh.size(axes), index)
+            return self._new(i, self.local(after), old.dtype)
         stride = old.stride or (old.tensor.stride() if old.tensor is not None else _contiguous(old.shape))
         if old.tensor is not None:
             return _View(self.local(after), old.dtype, tensor=old.tensor.narrow(dim, index * width, width))
@@ -256,6 +256,12 @@ class _Emitter:
             return constants[id(x)]
 
         for f in self.flat:
+            if f.blocks is not None:
+                pair = [(self.pairs[f.inputs[0]], self.pairs[f.outputs[0]])] if f.inputs[0] in self.pairs else []
+                for a, b in [(f.inputs[0], f.outputs[0]), *pair]:
+                    source, target = self._blocks(f.blocks, a, b)
+                    graph.call_function(_COPY.fn, (constant(source),), {"out": constant(target)})
+                    calls.append((_COPY, [source], {"out": target}))
             if OPS[f.node.op].alias or f.node.op in NO_KERNEL:
                 continue
             spec = self.rt.kernel(key_of(*f.request))
@@ -271,6 +277,12 @@ class _Emitter:
         graph.output(())
         module = fx.GraphModule(root, graph, class_name=f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}")
         return Emitted(module, record(calls), [self._tensor(r) for r in self.results], self.peak)
+
+    def _blocks(self, blocks: tuple[int, int, int], source: str, target: str) -> tuple[Tensor, Tensor]:
+        """Source and target views [outer, rows, ...] of a slice whose rows lie apart in the operand."""
+        outer, parts, index = blocks
+        x, out = self._tensor(source), self._tensor(target)
+        return x.unflatten(0, (outer, parts, -1))[:, index], out.unflatten(0, (outer, -1))
 
     def _tensor(self, name: str) -> Tensor:
         t = self.values[name].tensor
@@ -318,6 +330,22 @@ class _Emitter:
             attrs["dim"] = before.names.index(dim)
             attrs["outer"] = self.outer(before, dim, axes) if n.op == "all_gather" else self.outer(f.outs[0], dim, axes)
         return args, out, attrs
+
+
+def _copy(x: Tensor, *, out: Tensor) -> None:
+    out.copy_(x)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call of emission's own in a replay."""
+
+    fn: Callable[..., None]
+    name: str
+    native: bool = False
+
+
+_COPY = _Step(_copy, "copy")
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ of its time goes into page-table walks, above all under virtualisation).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,21 +15,12 @@ HUGE_PAGE = 2 << 20  # bytes
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     """A zeroed CPU tensor on huge pages; for weights, KV caches and other large long-lived buffers."""
-    count = 1
-    for size in shape:
-        count *= size
-    size = count * dtype.itemsize
-    if size < HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
-    return _region(size)[:size].zero_().view(dtype).view(shape)
+    return empty(*shape, dtype=dtype).zero_()
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Like `zeros`, not zeroed and not touched: pages are taken from the system as they are first written."""
-    count = 1
-    for size in shape:
-        count *= size
-    size = count * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
         return torch.empty(shape, dtype=dtype)
     return _region(size)[:size].view(dtype).view(shape)

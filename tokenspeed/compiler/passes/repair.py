@@ -112,7 +112,7 @@ class Repairs:
                 moves += [("reduce_scatter", d) for d in row_ok]
             return moves
         if state != "R":
-            return [("all_gather", state)]
+            return [] if at.kind == "argmax" else [("all_gather", state)]  # pairs are reduced before rows are gathered
         moves = [
             ("slice", d)
             for d in shard
