@@ -130,24 +130,34 @@ def parse_spec(text: str) -> Spec:
 
 
 def _check_axes(spec: Spec, text: str) -> None:
-    seen: dict[str, str] = {}
-    for d in spec.dims:
-        for f in d.factors:
-            for a in f.axes:
-                if a in seen:
-                    raise SpecError(
-                        "P002", f"axis {a!r} shards both {seen[a]!r} and {f.name!r} in {text!r}; an axis shards one dim"
-                    )
-                seen[a] = f.name
+    seen: dict[str, Factor | Pend] = {}
+    for f in (f for d in spec.dims for f in d.factors):
+        for a in f.axes:
+            if a in seen:
+                raise _twice(text, a, seen[a], f)
+            seen[a] = f
     for p in spec.pending:
         for a in p.axes:
             if a in seen and not p.maybe:
-                raise SpecError(
-                    "P002", f"axis {a!r} shards {seen[a]!r} and is pending in {text!r}; it can be one of the two"
-                )
-            seen.setdefault(a, "pending")
+                raise _twice(text, a, seen[a], p)
+            seen.setdefault(a, p)
     if len({p.kind for p in spec.pending}) > 1:
         raise SpecError("P002", f"{text!r} mixes kinds of pending reductions; a value has one kind")
+
+
+def _twice(text: str, axis: str, first: Factor | Pend, second: Factor | Pend) -> SpecError:
+    def without(use: Factor | Pend) -> str:
+        rest = tuple(a for a in use.axes if a != axis)
+        if isinstance(use, Factor):
+            return f'write "{Factor(use.name, rest, use.sub if rest else "")}" for "{use}"'
+        return f'write "{Pend(use.kind, rest)}" for "{use}"' if rest else f'leave "{use}" out'
+
+    return SpecError(
+        "P002",
+        f'axis {axis!r} is used twice in "{text}"\n  first     : {first}\n  second    : {second}\n'
+        "  a rank has one coordinate on an axis: the axis splits one dim, or one sum is pending over it\n"
+        f"  fix 1: {without(second)}\n  fix 2: {without(first)}",
+    )
 
 
 def parse_sides(text: str) -> tuple[tuple[SpecDim, ...], tuple[tuple[SpecDim, ...], ...]]:
@@ -158,4 +168,7 @@ def parse_sides(text: str) -> tuple[tuple[SpecDim, ...], tuple[tuple[SpecDim, ..
     flat = lambda side: tuple(  # noqa: E731
         SpecDim((f,)) for w in side.split() for f in _parse_dim(w, text).factors
     )
-    return flat(left), tuple(flat(seg) for seg in right.split("|"))
+    inp, outs = flat(left), tuple(flat(seg) for seg in right.split("|"))
+    for out, segment in zip(outs, right.split("|")):
+        _check_axes(Spec((*inp, *out)), f"{left.strip()} -> {segment.strip()}")
+    return inp, outs

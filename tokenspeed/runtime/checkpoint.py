@@ -186,6 +186,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a directory, a .gguf file or `smollm2`; with `weights` False a directory may hold a configuration alone.
 
+    `config` is a configuration file, for weights that are dummies or absent; beside weights it must be theirs.
     CheckpointError names what is wrong and what would be right.
     """
     if load_format == "dummy":
@@ -198,6 +199,7 @@ def open_checkpoint(
     if load_format == "gguf" or model == "smollm2" or path.suffix == ".gguf":
         return _gguf(model)
     if path.is_dir():
+        described = path / "config.json" if not config or Path(config).is_dir() else Path(config)
         if (
             load_format == "auto"
             and not (path / "config.json").exists()
@@ -205,7 +207,9 @@ def open_checkpoint(
         ):
             return _gguf(str(ggufs[0]))
         if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
-            return ConfigOnly(_read_json(path / "config.json"))
+            return ConfigOnly(_read_json(described))
+        if described.resolve() != (path / "config.json").resolve():
+            raise CheckpointError(f"{described} does not belong to the weights in {path}: put it there as config.json")
         return SafetensorsCheckpoint(path)
     raise CheckpointError(
         f"{model!r} is no directory, .gguf file or artifact, and not `smollm2`; models are not downloaded: give a path"

@@ -76,12 +76,10 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
 
     if ".py:" in config.model:
         file, _, name = config.model.rpartition(":")
-        family = load_class(Path(file), name)
-        source = Path(config.config)
-        has_weights = source.is_dir() or (config.load_format != "dummy" and any(source.parent.glob("*.safetensors")))
-        where = str(source if source.is_dir() else source.parent)
-        load = config.load_format if has_weights else "dummy"
-        return open_checkpoint(where, load, str(source), config.seed or 0), family
+        source = Path(config.config).expanduser()
+        folder = source if source.is_dir() else source.parent
+        checkpoint = open_checkpoint(str(folder), config.load_format, str(source), config.seed or 0, weights=False)
+        return checkpoint, load_class(Path(file).expanduser(), name)
     checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0, weights=False)
     names = checkpoint.config.get("architectures") or []
     if not names:

@@ -75,17 +75,25 @@ def make_layout(flat: Flat, plan: Plan) -> Layout:
 
 
 def _check_names(flat: Flat, plan: Plan) -> None:
-    used = {a for leaf in flat.leaves for s in (*leaf.in_specs, *leaf.out_specs) for a in s.logical_axes()}
+    used: dict[str, str] = {}  # axis -> the first place that names it
+    for leaf in flat.leaves:
+        for s in (*leaf.in_specs, *leaf.out_specs):
+            for a in s.logical_axes():
+                used.setdefault(a, f"{leaf.origin}: {leaf.kind}.forward")
     for path, decl in flat.decls.items():
         for d in _dims(decl):
-            used.update(d.factors[0].axes)
+            for a in d.factors[0].axes:
+                used.setdefault(a, path)
             name = d.factors[0].name
             if name not in flat.dims and name not in RUNTIME_DIMS:
                 raise PlanError(
                     "P034", f"{path}: dim {name!r} has no extent; the model's `dims` names {sorted(flat.dims)}"
                 )
-    for a in sorted(used):
-        plan.axes(a)
+    for a, where in sorted(used.items()):
+        try:
+            plan.axes(a)
+        except PlanError as e:
+            raise PlanError(e.code, f"{where}: {e.message}") from None
     wanted = {p for a in used for p in plan.axes(a)}
     idle = [a for a in plan.mesh.names if a not in wanted]
     if idle:

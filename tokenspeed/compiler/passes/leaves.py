@@ -17,7 +17,7 @@ from tokenspeed.ir.errors import Origin, PlacementError, PlanError, RuleError
 from tokenspeed.ir.graph import Leaf, Node, Param, absolute, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
-from tokenspeed.ir.spec import Factor, Spec, SpecDim, parse_spec
+from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import Dim, Type, bind_spec
 from tokenspeed.models.nn.params import STREAM, Linear, PagedAttention, RMSNorm, Rope, SamplingState, Weight
 
@@ -127,7 +127,7 @@ def type_body(
                 "P020",
                 f"{leaf.origin}  {leaf.kind}.forward: declared output and derived output differ\n"
                 f'  declared : {declared}      from "{spec}"\n  derived  : {derived}      {_source(leaf, name)}\n'
-                f'  {_difference(declared, derived)}\n  fix 1: declare "{_as_spec(derived)}"',
+                f'  {_difference(declared, derived)}\n  fix 1: declare "{_as_spec(derived, leaf)}"',
             )
     return Leaf(leaf.kind, list(leaf.in_names), outputs, nodes, types, params)
 
@@ -154,9 +154,24 @@ def _word(t: Type, axis: str) -> str:
     return {"R": "whole", "P": f"a pending {t.kind}"}.get(state, f"sharded on {state}")
 
 
-def _as_spec(t: Type) -> str:
-    text = t.text()
-    return text[text.index("[") + 1 :].replace(", ", " ").replace("]", "", 1)
+def _as_spec(t: Type, leaf: LeafDef) -> str:
+    """The annotation of a type; a dim that the leaf's signature stars stays starred."""
+    stars = starred(leaf)
+    words = [f"{d.name}*" if d.name in stars else str(_factor(d)) for d in t.dims]
+    words += [str(Pend(t.kind, _factor(Dim("", t.pending)).axes))] if t.pending else []
+    return " ".join(words) + (f" -> {_factor(t.index)}" if t.index else "")
+
+
+def _factor(d: Dim) -> Factor:
+    """A dim as an author writes it: both parts of a split axis are the axis, the outer one alone is a sub-axis."""
+    axes: list[str] = []
+    sub = ""
+    for a in d.axes:
+        base, _, part = a.partition("/")
+        if part and f"{base}%{part}" not in d.axes:
+            sub = part
+        axes.append(base.partition("%")[0])
+    return Factor(d.name, tuple(dict.fromkeys(axes)), sub)
 
 
 def _diagnose(leaf: LeafDef, node: Node, args: list[Type], e: RuleError) -> PlacementError:
@@ -169,14 +184,14 @@ def _diagnose(leaf: LeafDef, node: Node, args: list[Type], e: RuleError) -> Plac
     lines.append(f"  {e.reason}")
     if e.example:
         lines.append(f"  e.g. {e.example}")
-    lines += [f"  fix {i}: {f}" for i, f in enumerate(e.fixes or _fixes(e, args), 1)]
+    lines += [f"  fix {i}: {f}" for i, f in enumerate(e.fixes or _fixes(leaf, args), 1)]
     return PlacementError(e.code, "\n".join(lines))
 
 
-def _fixes(e: RuleError, args: list[Type]) -> tuple[str, ...]:
+def _fixes(leaf: LeafDef, args: list[Type]) -> tuple[str, ...]:
     pending = next((t for t in args if t.pending), None)
     if pending is not None:
-        whole = _as_spec(Type(pending.dtype, pending.dims))
+        whole = _as_spec(Type(pending.dtype, pending.dims), leaf)
         return (f"reduce the pending operand first: place(x, \"{whole}\") (one all-reduce over {','.join(pending.pending)})",
                 "return the pending value and do this in the calling composite, where the compiler repairs it")  # fmt: skip
     return ("place both operands alike in the signature, or with place(x, spec)",)
@@ -290,5 +305,8 @@ def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
             if shared:
                 raise PlanError(
                     "P031",
-                    f"{leaf.kind}: {a} and {c} share mesh axis {shared[0]!r} in {where} under {layout.plan.describe()}",
+                    f"{leaf.origin}  {leaf.kind}: {a} and {c} share mesh axis {shared[0]!r} in {where} under "
+                    f"{layout.plan.describe()}\n  {a} is on {','.join(xs)}, {c} on {','.join(ys)}\n"
+                    "  a rank has one coordinate on a mesh axis: it splits one dim, or one sum is pending over it\n"
+                    "  fix 1: give the two axes different mesh axes (--axes)\n  fix 2: shard one of the two only",
                 )

@@ -71,7 +71,7 @@ def run_passes(r: Request) -> Result:
         flat = trace_model(r.model, r.config, variant)
         for leaf in flat.leaves:
             if (key := (leaf.kind, leaf.first_path)) not in checked:
-                check_leaf(leaf)
+                check_leaf(leaf, r.dtype)
                 checked.add(key)
         layout = make_layout(flat, r.plan)
         for leaf in flat.leaves:

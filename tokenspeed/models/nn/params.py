@@ -5,13 +5,16 @@ Invariant: a declaration names dims and axes only; extents come from the model's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from tokenspeed.ir.builder import apply, current
+from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
 from tokenspeed.ir.spec import Spec, SpecDim, parse_sides, parse_spec
 from tokenspeed.models.nn.module import Param
+
+T = TypeVar("T")
 
 #: marks "the dtype of the activation stream" until the compiler knows it
 STREAM = "act"
@@ -25,15 +28,23 @@ class Segment:
     inp: tuple[SpecDim, ...] = ()
 
 
+def _read(parse: Callable[[str], T], text: str) -> T:
+    """What `parse` makes of an author's text; its SpecError says on which line the text stands."""
+    try:
+        return parse(text)
+    except SpecError as e:
+        raise SpecError(e.code, f"{caller()}: {e.message}") from None
+
+
 class Weight(Param):
     """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp)."""
 
     def __init__(self, spec: str, pad: tuple[str, int] | None = None) -> None:
-        self.spec: Spec = parse_spec(spec)
+        self.spec: Spec = _read(parse_spec, spec)
         self.pad = pad
         names = [d.name for d in self.spec.dims]
         if pad and pad[0] not in names:
-            raise SpecError("P001", f"Weight({spec!r}): pad names {pad[0]!r}, which is not a dim of it")
+            raise SpecError("P001", f"{caller()}: Weight({spec!r}): pad names {pad[0]!r}, which is not a dim of it")
 
     def ref(self) -> str:
         current().frame.params[self.path] = self
@@ -49,15 +60,15 @@ class Linear(Param):
 
     def __init__(self, map_: str, bias: bool | str | None = None, dtype: str = STREAM) -> None:
         self.text, self.dtype = map_, dtype
-        self.inp, outs = parse_sides(map_)
+        self.inp, outs = _read(parse_sides, map_)
         self.segments = [Segment(out, self.inp) for out in outs]
         self.bias: list[Spec] | None = None
         if bias is True:
             self.bias = [Spec(seg.out) for seg in self.segments]
         elif bias:
-            self.bias = [parse_spec(bias)]
+            self.bias = [_read(parse_spec, bias)]
             if len(self.segments) != 1:
-                raise SpecError("P001", f"Linear({map_!r}): a bias spec goes with one segment")
+                raise SpecError("P001", f"{caller()}: Linear({map_!r}): a bias spec goes with one segment")
 
     def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
@@ -80,7 +91,7 @@ class RMSNorm(Param):
     """x * rsqrt(mean(x^2) + eps) * w over the last dim."""
 
     def __init__(self, spec: str, eps: float) -> None:
-        self.spec, self.eps = parse_spec(spec), eps
+        self.spec, self.eps = _read(parse_spec, spec), eps
 
     def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
@@ -106,9 +117,11 @@ class PagedAttention(Param):
     """
 
     def __init__(self, spec: str, scale: float) -> None:
-        dims = [parse_spec(word).dims[0] for word in spec.split()]  # dims of two tensors, so an axis may recur
+        dims = [_read(parse_spec, word).dims[0] for word in spec.split()]  # of two tensors, so an axis may recur
         if len(dims) != 3:
-            raise SpecError("P001", f"PagedAttention({spec!r}) takes three dims: query heads, KV heads, head width")
+            raise SpecError(
+                "P001", f"{caller()}: PagedAttention({spec!r}) takes three dims: query heads, KV heads, head width"
+            )
         self.n, self.kv, self.d = dims
         self.scale = scale
 
