@@ -63,6 +63,7 @@ class Program:
     logical: dict[str, int]  # extents without padding
     ports: list[str]
     results: list[str]
+    result_types: list[Type]  # as the root module's signature declares them
     nodes: list[Node]
     types: dict[str, Type]
     params: dict[str, Param]  # absolute names, without "@"; those of leaves are derived from their calls

@@ -206,7 +206,7 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
                 out.append(term)
             elif term in expr and term != name:
                 out.extend(resolve(term, (*seen, name)))
-            elif term != name or term not in DEFAULT_AXES:
+            else:
                 raise PlanError(
                     "P034",
                     f"--axes: {name}={expr[name]} names {term!r}, which is no axis of the mesh ({list(mesh.names)})",

@@ -11,7 +11,7 @@ infers them again from the ports and parameters and refuses a line whose printed
     main(%ids: i32[t], ...)
       %embed = call @Embed(%ids) in embed   : bf16[t, h] +tp
       %embed' = all_reduce %embed {axes=(tp)} : bf16[t, h]      ; embed tp: pending -> whole for rms_norm
-      return %sampler'
+      return %sampler' : i32[s]                the ports that the root's signature declares
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def print_program(p: Program) -> str:
         f"main({', '.join(f'%{i}: {p.types[i].text(p.plan)}' for i in p.ports)}) params({_params(p.params, p.plan)})"
     )
     out += ["  " + _line(n, p.types, p.plan) for n in p.nodes]
-    out.append("  return " + ", ".join(f"%{o}" for o in p.results))
+    declared = ", ".join(t.text(p.plan) for t in p.result_types)
+    out.append("  return " + ", ".join(f"%{o}" for o in p.results) + f" : {declared}")
     return "\n".join(out) + "\n"
 
 
@@ -143,14 +144,15 @@ def parse_program(text: str) -> Program:
         first, _, padded = extents.partition(":")
         logical[d], sizes[d] = int(first), int(padded or first)
     rows = {d: n * plan.mesh.size(plan.home) for d, n in bucket.items()}
-    p = Program(m[1], m[2], plan, bucket, sizes | rows, logical | rows, [], [], [], {}, {}, {})
+    p = Program(m[1], m[2], plan, bucket, sizes | rows, logical | rows, [], [], [], [], {}, {}, {})
     i = 2
     while i < len(lines):
         head = lines[i]
         j = next((k for k in range(i + 1, len(lines)) if lines[k].startswith("  return")), None)
         if j is None:
             raise VerifyError("V1", f"{head[:60]!r} has no return")
-        returns = [r.strip()[1:] for r in lines[j].strip()[6:].split(",")]
+        names, _, declared = lines[j].strip()[6:].partition(" : ")
+        returns = [r.strip()[1:] for r in names.split(",")]
         name, args, params = _parse_head(head, plan)
         if head.startswith("leaf "):
             leaf = Leaf(name.split("#")[0], list(args), returns, [], dict(args), params)
@@ -158,6 +160,7 @@ def parse_program(text: str) -> Program:
             p.leaves[name] = leaf
         else:
             p.ports, p.results, p.params = list(args), returns, params
+            p.result_types = [parse_type(t, plan) for t in _split_types(declared)]
             p.types.update(args)
             _parse_body(lines[i + 1 : j], p.nodes, p.types, params, plan, p)
         i = j + 1

@@ -24,11 +24,15 @@ def verify(p: Program) -> None:
         _verify_leaf_caches(name, leaf)
     _verify_types(p, p.types, factors, "main")
     _verify_body(p, p.nodes, p.types, p.params, "main", list(p.ports))
-    for r in p.results:
+    if len(p.results) != len(p.result_types):
+        raise VerifyError("V3", f"the program returns {len(p.results)} values and declares {len(p.result_types)}")
+    for r, declared in zip(p.results, p.result_types):
         if r not in p.types:
             raise VerifyError("V1", f"result %{r} is never made")
         if p.types[r].pending:
             raise VerifyError("V2", f"result %{r} : {p.types[r]} leaves the program pending")
+        if p.types[r] != declared:
+            raise VerifyError("V3", f"result %{r} : {p.types[r]}, the program declares {declared}")
     _verify_caches_once(p)
     _verify_reduced(p)
 

@@ -38,7 +38,7 @@ def build_program(
     sizes = choices.layout.sizes | {d: bucket[d] * choices.mesh.size(choices.layout.plan.home) for d in bucket}
     return Program(
         flat.name, flat.variant, choices.layout.plan, bucket, sizes, choices.layout.logical | {d: sizes[d] for d in bucket},
-        list(choices.ports), outs, b.nodes, b.types, choices.params, b.leaves,
+        list(choices.ports), outs, results, b.nodes, b.types, choices.params, b.leaves,
     )  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""Parts of the compiler alone: memory plan, weight map, solver against brute force, repairs, layout errors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.compiler.sim import compile_tiny, random_weights, tiny
+from tokenspeed.compiler.api import default_buckets
+from tokenspeed.compiler.memory import ALIGN, Buffer, plan_memory
+from tokenspeed.compiler.passes.solve import _eliminate
+from tokenspeed.compiler.weightmap import verify_weights
+from tokenspeed.ir.errors import PlanError, VerifyError
+from tokenspeed.models.nn import ConfigError
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10)), max_size=40))
+def test_live_buffers_never_overlap(raw: list[tuple[int, int, int]]) -> None:
+    buffers = [Buffer(n, birth, birth + length) for n, birth, length in raw]
+    offsets, peak = plan_memory(buffers)
+    for (a, x), (b, y) in itertools.combinations(zip(buffers, offsets), 2):
+        if a.birth <= b.death and b.birth <= a.death:
+            assert x + a.nbytes <= y or y + b.nbytes <= x
+    assert all(x % ALIGN == 0 and x + b.nbytes <= peak for b, x in zip(buffers, offsets))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_elimination_equals_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randrange(2, 7)
+    picks = [rng.randrange(1, 4) for _ in range(n)]
+    factors = []
+    for _ in range(rng.randrange(1, 9)):
+        scope = tuple(
+            sorted(
+                rng.sample(
+                    [v for v in range(n) if picks[v] > 1] or [0],
+                    k=min(rng.randrange(1, 4), sum(p > 1 for p in picks) or 1),
+                )
+            )
+        )
+        if all(picks[v] > 1 for v in scope):
+            factors.append(
+                (
+                    scope,
+                    np.array(
+                        [rng.randrange(20) for _ in range(int(np.prod([picks[v] for v in scope])))], float
+                    ).reshape([picks[v] for v in scope]),
+                )
+            )
+    chosen, cost = _eliminate(n, picks, factors)
+
+    def total(choice: tuple[int, ...]) -> float:
+        return sum(float(t[tuple(choice[v] for v in s)]) for s, t in factors)
+
+    assert cost == min(total(c) for c in itertools.product(*(range(p) for p in picks)))
+    assert total(tuple(chosen)) == cost
+
+
+@pytest.mark.parametrize(
+    ("mesh", "over"),
+    [
+        ("tp=2", {"num_attention_heads": 9, "num_key_value_heads": 3}),
+        ("tp=4", {}),
+        ("tp=8", {"num_key_value_heads": 1}),
+        ("dp=2,tp=2", {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_each_checkpoint_entry_is_held_as_often_as_its_type_says(mesh: str, over: dict) -> None:
+    m = compile_tiny(tiny(**over), mesh).weights
+    verify_weights(m)
+    entry = next(e for e in m.entries if e.segments and e.name.endswith("qkv"))
+    broken = type(m)(m.plan, m.sizes, m.runs | {"n": ((0, 0, 1),)}, m.logical, (entry,))
+    with pytest.raises(VerifyError, match="V14"):
+        verify_weights(broken)
+
+
+def test_padded_weights_are_zero_outside_the_checkpoint() -> None:
+    r = compile_tiny(tiny(num_attention_heads=9, num_key_value_heads=3), "tp=2")
+    assert r.layout.sizes["kv"] == 4
+    assert r.layout.sizes["n"] == 12
+    assert r.layout.sizes["v"] == 1024
+    weights = random_weights(r)
+    q = weights["layers.0.attn.qkv:0"]
+    assert torch.count_nonzero(q[9:]) == 0
+    assert torch.count_nonzero(q[:9]) > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "code"),
+    [("a=2", "tp=a,dp=a", "P031"), ("ep=2", "", "P034"), ("tp=2", "nothing=tp,mlp=zz", "P034")],
+)  # fmt: skip
+def test_plans_that_cannot_be_name_axis_and_module(mesh: str, axes: str, code: str) -> None:
+    with pytest.raises(PlanError) as e:
+        compile_tiny(tiny(), mesh, axes)
+    assert e.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("over", "field"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"), ({"sliding_window": 128}, "sliding_window"), ({"rope_scaling": {"type": "yarn"}}, "yarn"),
+        ({"num_attention_heads": 9}, "num_attention_heads"), ({"hidden_size": None}, "hidden_size"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)  # fmt: skip
+def test_configurations_that_cannot_be_name_the_field(over: dict, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        compile_tiny(tiny(**over))
+
+
+def test_default_buckets_are_dense_enough() -> None:
+    for top in (1, 5, 64, 512, 8192):
+        b = default_buckets(top)
+        assert b[-1] == top
+        assert b == sorted(set(b))
+        assert all(y <= x * 1.26 + 1 for x, y in itertools.pairwise(b) if x >= 8)
