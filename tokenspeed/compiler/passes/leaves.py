@@ -102,9 +102,11 @@ def type_body(
                     [source],
                     RuleError("P004", f"place names the dims {list(target.names)}, the value has {list(source.names)}"),
                 )
-            if repair is None or source == target:
+            if repair is None:
+                types[node.outputs[0]] = target
+                continue
+            if source == target:
                 rename[node.outputs[0]] = inputs[0]
-                types[inputs[0]] = target if repair is None else source
                 continue
             extra, made, last = repair(inputs[0], source, target, node.origin)
             nodes.extend(extra)
@@ -225,12 +227,7 @@ def check_leaf(leaf: LeafDef, dtype: str = "bf16") -> None:
 def _sub_axes(leaf: LeafDef) -> dict[str, str]:
     """Axes that some factor of this leaf uses only in part, with the name of the part's extent."""
     subs: dict[str, str] = {}
-    dims = [d for s in (*leaf.in_specs, *leaf.out_specs) for d in s.dims]
-    for decl in leaf.decls.values():
-        if isinstance(decl, Linear):
-            dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
-        elif isinstance(decl, PagedAttention):
-            dims += [decl.n, decl.kv]
+    dims = [*(d for s in (*leaf.in_specs, *leaf.out_specs) for d in s.dims), *_param_dims(leaf)]
     for f in (f for d in dims for f in d.factors):
         for a in f.axes if f.sub else ():
             if subs.setdefault(a, f.sub) != f.sub:
@@ -240,14 +237,27 @@ def _sub_axes(leaf: LeafDef) -> dict[str, str]:
     return subs
 
 
+def _param_dims(leaf: LeafDef) -> list[SpecDim]:
+    """The dims of a leaf's weights and of its KV cache."""
+    dims: list[SpecDim] = []
+    for decl in leaf.decls.values():
+        if isinstance(decl, Linear):
+            dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
+        elif isinstance(decl, PagedAttention):
+            dims += [decl.n, decl.kv]
+        elif isinstance(decl, Weight):
+            dims += decl.spec.dims
+    return dims
+
+
 def starred(leaf: LeafDef) -> list[str]:
     dims = [d for s in (*leaf.in_specs, *leaf.out_specs) for d in s.dims if d.starred]
     return list(dict.fromkeys(d.name for d in dims))
 
 
 def excluded(leaf: LeafDef, row: str, expand: Callable[[str], Axes]) -> set[str]:
-    """Axes a starred row dim may not use: those of another dim, or of an unconditional pending, of this signature."""
-    out: set[str] = set()
+    """Axes a starred row dim may not use: of another dim or an unconditional pending of the signature, or of a weight."""
+    out = {p for d in _param_dims(leaf) for f in d.factors for a in f.axes for p in expand(a)}
     for s in (*leaf.in_specs, *leaf.out_specs):
         for d in s.dims:
             for f in d.factors:

@@ -15,6 +15,7 @@ from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
+from tokenspeed.ir.errors import PlanError
 from tokenspeed.models.nn.params import Linear, PagedAttention, Rope, SamplingState, Weight
 
 #: entries of one block of a quantised format along a row
@@ -39,8 +40,8 @@ class Names:
             text = text.replace("{i}", i)
         parts = [tuple(alt.strip() + suffix for alt in part.split(" or ")) for part in text.split("|")]
         if len(parts) != segments:
-            raise ValueError(
-                f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}"
+            raise PlanError(
+                "P034", f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}"
             )
         return parts
 
