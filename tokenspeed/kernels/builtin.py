@@ -12,7 +12,8 @@ from tokenspeed.kernels.spec import Capability
 
 
 def register_builtin(registry: Registry) -> None:
-    """Registers everything that this installation can run."""
+    """Registers everything that this installation can run or select for; Triton itself is imported at a first call."""
+    from tokenspeed.kernels import gpu
     from tokenspeed.kernels.comm import argmax, distributed
     from tokenspeed.kernels.gemm import torch as gemm_torch
     from tokenspeed.kernels.ops import OPS
@@ -22,6 +23,7 @@ def register_builtin(registry: Registry) -> None:
     gemm_torch.register(registry)
     distributed.register(registry)
     argmax.register(registry)
+    gpu.register(registry)
     if importlib.util.find_spec("tokenspeed._cpu") is None:
         return
     from tokenspeed.kernels.activation import cpu as activation

@@ -1,0 +1,310 @@
+"""Paged attention and KV append on GPU. Invariant: the grid depends on shapes alone (tokens, rows of the table) and every
+length is read on the device, so a captured graph serves any batch of its bucket; a hole (row, position or slot -1) never
+touches the cache; results of one shape are the same bits from run to run.
+
+One kernel serves decode and prefill. A program takes one KV head, a tile of tokens of one request with the query heads
+of that KV head packed beside each other (GQA), and one part of the context. In a bucket with no more tokens than rows a
+tile is one token; otherwise `plan` lists the tiles first: blocks of the token axis, cut where the row changes. The parts
+of a tile leave float32 partial results; the last one to finish merges them in order and resets the tile's counter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
+
+LOG2_E = 1.4426950408889634
+PARTIAL_BYTES = 128 << 20  # bound of the partial results of one call
+PLAN_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How `attend` cuts its work. `rows`: tokens times padded heads a tile; `keys`: positions a step of the loop;
+    `parts`: most parts of a context; `least`: positions below which a context is not cut further."""
+
+    rows: int
+    keys: int
+    parts: int
+    least: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def copy_rows(
+    k, k_token, k_head, v, v_token, v_head, slot, kcache, vcache, c_slot, c_head, slots, heads, width, blocks,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    token = (program // blocks).to(tl.int64)
+    head = (program % blocks) * HEADS + tl.arange(0, HEADS).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    place = tl.load(slot + token).to(tl.int64)
+    inside = ((head < heads) & (place >= 0) & (place < slots))[:, None] & (column < width)[None, :]
+    target = place * c_slot + head[:, None] * c_head + column[None, :]
+    keys = tl.load(k + token * k_token + head[:, None] * k_head + column[None, :], mask=inside, other=0.0)
+    values = tl.load(v + token * v_token + head[:, None] * v_head + column[None, :], mask=inside, other=0.0)
+    tl.store(kcache + target, keys.to(kcache.dtype.element_ty), mask=inside)
+    tl.store(vcache + target, values.to(vcache.dtype.element_ty), mask=inside)
+
+
+def append(k: Tensor, v: Tensor, slot: Tensor, kcache: Tensor, vcache: Tensor) -> None:
+    """k, v f32|bf16 [T, KV, D] into slots slot i32 [T] of the caches f32|bf16 [slots, KV, D]; slot -1 is skipped."""
+    t, kv, d = k.shape
+    ks, vs, cs = k.stride(), v.stride(), kcache.stride()
+    if v.shape != k.shape or v.dtype != k.dtype or kcache.shape[1:] != (kv, d) or vcache.shape != kcache.shape:
+        raise fail("append", k=k, v=v, slot=slot, kcache=kcache, vcache=vcache)
+    if k.dtype not in CODE or kcache.dtype not in CODE or vcache.dtype != kcache.dtype or vcache.stride() != cs:
+        raise fail("append", k=k, v=v, slot=slot, kcache=kcache, vcache=vcache)
+    if not ks[2] == vs[2] == cs[2] == 1 or slot.shape != (t,) or slot.dtype != torch.int32 or not slot.is_contiguous():
+        raise fail("append", k=k, v=v, slot=slot, kcache=kcache, vcache=vcache)
+    if t == 0 or kv == 0:
+        return
+    wide = power_of_2(d)
+    together = min(power_of_2(kv), max(1, 1024 // wide))
+    blocks = -(-kv // together)
+    launch(
+        copy_rows, (t * blocks,), k, ks[0], ks[1], v, vs[0], vs[1], slot, kcache, vcache, cs[0], cs[1],
+        kcache.shape[0], kv, d, blocks, HEADS=together, WIDTH=wide, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def plan(row, tiles, tokens, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """tiles[0] = count, tiles[1..] = first token of each tile: where t % TILE is 0 or the row changes. One program."""
+    count = 0
+    for base in range(0, tokens, BLOCK):
+        t = base + tl.arange(0, BLOCK)
+        live = t < tokens
+        mine = tl.load(row + t, mask=live, other=-1)
+        before = tl.load(row + t - 1, mask=live & (t > 0), other=-1)
+        opens = (live & ((mine != before) | (t % TILE == 0))).to(tl.int32)
+        at = count + tl.cumsum(opens, axis=0)
+        tl.store(tiles + at, t, mask=opens != 0)
+        count += tl.sum(opens, axis=0)
+    tl.store(tiles, count)
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a @ b accumulated in float32. EXACT: float32 products, of operands that keep the rounding of their dtype."""
+    if EXACT:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def span(
+    acc, total, most, q, place, keys, values, c_slot, table, start, end, length, factor,
+    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over positions start..end in steps of KEYS. MASKED: some may lie past a token's own position."""
+    column = tl.arange(0, WIDTH)
+    lane = tl.arange(0, KEYS)
+    # A step's pages are loaded a step ahead, so that the loads of keys and values wait for nothing and can be pipelined.
+    page = tl.load(table + (start + lane) // PAGE, mask=start + lane < end, other=0)
+    for base in range(start, end, KEYS):
+        at = base + lane
+        slot = page.to(tl.int64) * PAGE + at % PAGE
+        page = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
+        k_at = keys + slot[None, :] * c_slot + column[:, None]
+        v_at = values + slot[:, None] * c_slot + column[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=(at < length)[None, :] & (column < D)[:, None], other=0.0)
+        elif D < WIDTH:
+            k = tl.load(k_at, mask=(column < D)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        scores = product(q, k.to(q.dtype), EXACT) * factor
+        if MASKED:
+            scores = tl.where(at[None, :] <= place[:, None], scores, float("-inf"))
+        peak = tl.maximum(most, tl.max(scores, axis=1))
+        if MASKED:  # a row without a visible key so far has peak -inf; keep -inf - -inf out
+            pivot = tl.where(peak == float("-inf"), 0.0, peak)
+        else:
+            pivot = peak
+        shrink = tl.exp2(most - pivot)
+        weights = tl.exp2(scores - pivot[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        if MASKED:
+            v = tl.load(v_at, mask=(at < length)[:, None] & (column < D)[None, :], other=0.0)
+        elif D < WIDTH:
+            v = tl.load(v_at, mask=(column < D)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        acc = acc * shrink[:, None] + product(weights.to(q.dtype), v.to(q.dtype), EXACT)
+        most = peak
+    return acc, total, most
+
+
+@triton.jit
+def attend_tile(
+    q, q_token, q_head, kcache, vcache, c_slot, c_head, pos, row, table, table_stride, out, out_token, out_head,
+    partial, stats, counter, tiles, tokens, heads, factor,
+    KV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    PLANNED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """KV heads of GROUP query heads, padded to PACK; a tile is ROWS // PACK tokens, or one where it is not PLANNED."""
+    program = tl.program_id(0)
+    head = program % KV
+    part = (program // KV) % PARTS
+    tile = program // (KV * PARTS)
+    if PLANNED:
+        count = tl.load(tiles)
+        if tile >= count:
+            return
+        first = tl.load(tiles + count - tile)  # from the last: later tokens of a prompt have the longest contexts
+        last = tl.minimum(first - first % (ROWS // PACK) + ROWS // PACK, tokens)
+    else:
+        first = tile
+        last = tile + 1
+    request = tl.load(row + first)
+    lane = tl.arange(0, ROWS)
+    token = first + lane // PACK
+    query = lane % PACK
+    live = token < last
+    mine = live & (tl.load(row + token, mask=live, other=-1) == request) & (query < GROUP)
+    place = tl.load(pos + token, mask=mine, other=-1)
+    column = tl.arange(0, WIDTH)
+    inside = mine[:, None] & (column < D)[None, :]
+    index = head * GROUP + query
+    o_at = out + token.to(tl.int64)[:, None] * out_token + index.to(tl.int64)[:, None] * out_head + column[None, :]
+    kind = out.dtype.element_ty
+    length = tl.max(place, axis=0) + 1
+    if (request < 0) | (length <= 0):
+        if part == 0:
+            tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
+        return
+    # Parts are whole steps, so that only the last one may end within a step.
+    used = tl.minimum(tl.cdiv(length, LEAST), PARTS)
+    chunk = tl.cdiv(tl.cdiv(length, used), KEYS) * KEYS
+    used = tl.cdiv(length, chunk)
+    if part >= used:
+        return
+    start = part * chunk
+    end = tl.minimum(start + chunk, length)
+    # Steps up to `whole` are visible to every token of the tile.
+    nearest = tl.min(tl.where(mine, place, 2147483647), axis=0) + 1
+    whole = start + tl.maximum(tl.minimum(end, nearest) - start, 0) // KEYS * KEYS
+    q_at = q + token.to(tl.int64)[:, None] * q_token + index.to(tl.int64)[:, None] * q_head + column[None, :]
+    queries = tl.load(q_at, mask=inside, other=0.0)
+    if EXACT and kcache.dtype.element_ty == tl.float32:
+        queries = queries.to(tl.float32)
+    keys = kcache + head.to(tl.int64) * c_head
+    values = vcache + head.to(tl.int64) * c_head
+    pages = table + request.to(tl.int64) * table_stride
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    acc, total, most = span(
+        acc, total, most, queries, place, keys, values, c_slot, pages, start, whole, length, factor,
+        D, WIDTH, PAGE, KEYS, False, EXACT,
+    )  # fmt: skip
+    acc, total, most = span(
+        acc, total, most, queries, place, keys, values, c_slot, pages, whole, end, length, factor,
+        D, WIDTH, PAGE, KEYS, True, EXACT,
+    )  # fmt: skip
+    if PARTS > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one is not)
+        if used > 1:
+            at = (token.to(tl.int64) * heads + index) * PARTS
+            tl.store(partial + (at + part)[:, None] * D + column[None, :], acc, mask=inside)
+            tl.store(stats + (at + part) * 2, most, mask=mine)
+            tl.store(stats + (at + part) * 2 + 1, total, mask=mine)
+            tl.debug_barrier()  # every thread's stores come before the release of the counter
+            if tl.atomic_add(counter + first * KV + head, 1, sem="acq_rel") != used - 1:
+                return
+            tl.store(counter + first * KV + head, 0)
+            acc = tl.zeros([ROWS, WIDTH], tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            most = tl.full([ROWS], float("-inf"), tl.float32)
+            for other in range(used):
+                peak = tl.load(stats + (at + other) * 2, mask=mine, other=float("-inf"), cache_modifier=".cg")
+                mass = tl.load(stats + (at + other) * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
+                piece = tl.load(
+                    partial + (at + other)[:, None] * D + column[None, :], mask=inside, other=0.0, cache_modifier=".cg"
+                )
+                joint = tl.maximum(most, peak)
+                pivot = tl.where(joint == float("-inf"), 0.0, joint)
+                old, new = tl.exp2(most - pivot), tl.exp2(peak - pivot)
+                acc = acc * old[:, None] + piece * new[:, None]
+                total = total * old + mass * new
+                most = joint
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(o_at, result.to(kind), mask=inside)
+
+
+def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slots: int) -> Tiling:
+    """The tiling of a bucket of `tokens` tokens and `rows` request rows on a device of `slots` multiprocessors."""
+    pack = power_of_2(n // kv)
+    wide = power_of_2(d)
+    limit = max(1, PARTIAL_BYTES // (4 * (d + 2) * max(1, tokens * n)))
+    if tokens <= rows:
+        keys = 16 if exact else (64 if wide <= 128 else 32)
+        parts = min(limit, even_splits(tokens * kv, 3 * slots, 64))
+        least = keys if tokens * kv < slots else 512  # a full device gains nothing from short parts
+        return Tiling(max(16, pack), keys, parts, least, 4, 1 if exact else 3)
+    tile = max(pack, 16 if exact else (128 if wide <= 128 else 64))
+    tiles = -(-tokens * pack // tile)
+    parts = min(limit, even_splits(tiles * kv, slots, 8))
+    if exact:
+        return Tiling(tile, 16, parts, 1024, 8, 1)
+    return Tiling(tile, 64, parts, 1024, 8 if tile >= 128 else 4, 3)
+
+
+def attend(
+    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor,
+    *, page: int, scale: float, out: Tensor, tiling: Tiling | None = None,
+) -> None:  # fmt: skip
+    """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L].
+
+    Token t attends positions 0..pos[t] of request row[t]; position p lies in slot
+    table[row, p // page] * page + p % page. A token with row or position -1 gets zeros. Softmax in float32. The tokens
+    of one row are adjacent; where T <= S each token is taken alone. `tiling` overrides the choice for the shape.
+    """
+    t, n, d = q.shape
+    kv = kcache.shape[1]
+    qs, os, cs, ts = q.stride(), out.stride(), kcache.stride(), table.stride()
+    if out.shape != q.shape or out.dtype != q.dtype or kcache.shape[2] != d or vcache.shape != kcache.shape or n % kv:
+        raise fail("attend", q=q, kcache=kcache, vcache=vcache, out=out)
+    if q.dtype not in CODE or kcache.dtype not in CODE or vcache.dtype != kcache.dtype or vcache.stride() != cs:
+        raise fail("attend", q=q, kcache=kcache, vcache=vcache)
+    if not (qs[2] == os[2] == cs[2] == 1 and (ts[1] == 1 or table.shape[1] == 1)) or page < 1:
+        raise fail("attend", q=q, kcache=kcache, table=table, out=out, page=page)
+    if not pos.dtype == row.dtype == table.dtype == torch.int32 or pos.shape != (t,) or row.shape != (t,):
+        raise fail("attend", pos=pos, row=row, table=table)
+    if not (pos.is_contiguous() and row.is_contiguous()):
+        raise fail("attend", pos=pos, row=row)
+    if t == 0 or n == 0:
+        return
+    rows = table.shape[0]
+    pack = power_of_2(n // kv)
+    exact = q.dtype == torch.float32 or kcache.dtype == torch.float32 or q.device.type == "cpu"
+    cut = tiling or tiling_of(t, rows, n, kv, d, exact, processors(q.device))
+    planned = t > rows
+    tile = max(1, cut.rows // pack)
+    tiles = scratch(q.device, "attend tiles", t + 1, torch.int32) if planned else row
+    count = min(t, -(-t // tile) + 2 * rows + 1) if planned else t
+    if planned:
+        launch(plan, (1,), row, tiles, t, TILE=tile, BLOCK=PLAN_BLOCK, num_warps=8)
+    if cut.parts > 1:
+        partial = scratch(q.device, "attend partial", t * n * cut.parts * d, torch.float32)
+        stats = scratch(q.device, "attend stats", t * n * cut.parts * 2, torch.float32)
+        counter = scratch(q.device, "attend counter", t * kv, torch.int32)
+    else:
+        partial = stats = counter = row
+    launch(
+        attend_tile, (count * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
+        out, os[0], os[1], partial, stats, counter, tiles, t, n, scale * LOG2_E,
+        KV=kv, GROUP=n // kv, PACK=pack, D=d, WIDTH=max(16, power_of_2(d)), PAGE=page, ROWS=cut.rows, KEYS=cut.keys,
+        PARTS=cut.parts, LEAST=cut.least, PLANNED=planned, EXACT=exact, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip

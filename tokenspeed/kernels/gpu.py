@@ -1,0 +1,131 @@
+# pyright: strict
+"""The registered GPU kernels. Invariant: a kernel's module, and with it Triton, is imported at the kernel's first call,
+so a machine without Triton or a GPU can still list, explain and select for one ("cuda:90").
+
+A kernel's source hash covers its module and those it is built from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.ops import op_of
+from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity
+from tokenspeed.kernels.weights import dense
+
+PACKAGE = "tokenspeed.kernels"
+ROOT = Path(__file__).parent
+CUDA = Capability("cuda", min_arch=80)
+
+Signatures = tuple[Mapping[str, frozenset[str]], ...]
+
+# op -> (family's module, modules it is built from)
+TRITON: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lookup": ("embedding.triton", ()),
+    "rms_norm": ("norm.triton", ()),
+    "add_rms_norm": ("norm.triton", ()),
+    "rope": ("rope.triton", ()),
+    "silu": ("activation.triton", ("pointwise.triton",)),
+    "silu_mul": ("activation.triton", ("pointwise.triton",)),
+    "add": ("pointwise.triton", ()),
+    "mul": ("pointwise.triton", ()),
+    "scale": ("pointwise.triton", ()),
+    "append": ("attention.triton", ()),
+    "attend": ("attention.triton", ()),
+    "select_rows": ("rows.triton", ("embedding.triton",)),
+    "fill": ("rows.triton", ()),
+    "temper": ("sampling.triton", ()),
+    "add_gumbel": ("sampling.triton", ()),
+    "argmax": ("sampling.triton", ()),
+    "gumbel_argmax": ("sampling.triton", ()),
+}
+F32_ONLY = frozenset({"temper", "add_gumbel", "argmax", "gumbel_argmax"})
+
+
+def late(module: str, name: str) -> Callable[..., None]:
+    """The function `name` of `module`, which is imported when it is first called."""
+    found: list[Callable[..., None]] = []
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not found:
+            found.append(getattr(importlib.import_module(module), name))
+        found[0](*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = module
+    return call
+
+
+def source_hash(*modules: str) -> str:
+    """16 hex digits that change with the text of `modules` (names below this package) and of launch.py."""
+    digest = hashlib.sha256()
+    for module in ("launch", *modules):
+        digest.update((ROOT / f"{module.replace('.', '/')}.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def signatures_of(op: str) -> Signatures:
+    """Roles of one dtype throughout, but for the weights, tables and caches, which may be of either."""
+    roles = op_of(op).roles
+    if op in F32_ONLY:
+        return (dict.fromkeys(roles, frozenset({"float32"})),)
+    if op == "lookup":
+        return ({"w": DENSE, "out": DENSE},)
+    if op == "append":
+        return ({"x": DENSE, "cache": DENSE},)
+    return tuple(
+        {role: DENSE if role in ("w", "cache") else frozenset({name}) for role in roles} for name in sorted(DENSE)
+    )
+
+
+def register(registry: Registry) -> None:
+    """Every Triton kernel, and linear through cuBLAS."""
+    for op, (module, parts) in TRITON.items():
+        _add(
+            registry, f"triton.{op}", op, "triton", module, parts, signatures_of(op),
+            pack=dense if op == "lookup" else identity,
+            summary="decode and prefill in one kernel: context parts, GQA packing, float32 softmax"
+            if op == "attend"
+            else "",
+        )  # fmt: skip
+    both = ("float32", "bfloat16")
+    _add(
+        registry, "cublas.linear", "linear", "cublas", "gemm.cublas", (),
+        tuple({"x": frozenset({x}), "w": frozenset({x}), "out": frozenset({x, "float32"})} for x in both),
+        pack=dense, summary="torch.mm into the output, float32 sums",
+    )  # fmt: skip
+    _add(
+        registry, "triton.linear", "linear", "triton", "gemm.triton", ("attention.triton",),
+        ({"x": frozenset({"bfloat16"}), "w": frozenset({"bfloat16"}), "out": DENSE},),
+        pack=dense, priority=Priority.PERFORMANT + 1, traits={"tokens": at_most(64)},
+        summary="few rows: the weight streamed once, parts of K",
+    )  # fmt: skip
+
+
+def _add(
+    registry: Registry, name: str, op: str, solution: str, module: str, parts: tuple[str, ...], signatures: Signatures,
+    *, pack: Callable[[Any], Any] = identity, priority: int = Priority.PERFORMANT,
+    traits: Mapping[str, Trait] | None = None, summary: str = "",
+) -> None:  # fmt: skip
+    registry.register(
+        KernelSpec(
+            name=name,
+            op=op,
+            solution=solution,
+            fn=late(f"{PACKAGE}.{module}", op),
+            signatures=signatures,
+            priority=priority,
+            capability=CUDA,
+            traits=traits or {},
+            tags=frozenset({"determinism"}),
+            pack=pack,
+            source_hash=source_hash(module, *parts),
+            summary=summary,
+        )
+    )

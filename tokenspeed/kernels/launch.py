@@ -1,0 +1,109 @@
+"""Launching Triton kernels. Invariant: every launch of this package passes through `launch`, so what a wrapper would run
+at a given shape can be recorded without a device (`recording`) and compiled for any target; and `scratch` hands out the
+device memory that kernels need beyond their arguments, from buffers that never move, so a captured graph may hold them.
+
+Scratch is shared by all kernels of a device: they must run in one stream, as a step does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULT_PROCESSORS = 132  # of an H100 or H200; what shapes are planned for where no device is present
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One recorded launch: the kernel, its grid, its positional arguments and its constants and options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+_record: list[Launch] | None = None
+
+
+@contextmanager
+def recording() -> Generator[list[Launch]]:
+    """Launches under it are listed and not run; tensors may be on the meta device."""
+    global _record  # one recorder a process: it serves an ahead-of-time tool, not the replay path
+    before, _record = _record, []
+    try:
+        yield _record
+    finally:
+        _record = before
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Runs `kernel` over `grid`; `meta` holds its constants and num_warps, num_stages."""
+    if _record is not None:
+        _record.append(Launch(kernel, grid, args, meta))
+        return
+    kernel[grid](*args, **meta)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of `device`."""
+    if device.type != "cuda":
+        return DEFAULT_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_buffers: dict[tuple[torch.device, str], Tensor] = {}
+_retired: list[Tensor] = []  # outgrown buffers: a graph captured earlier still points into them
+
+
+def scratch(device: torch.device, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    """At least `count` elements of `dtype`, zero when first made; the same memory for every call that fits in it.
+
+    RuntimeError if it would have to grow while a graph is being captured.
+    """
+    key = (device, name)
+    buffer = _buffers.get(key)
+    if buffer is not None and buffer.numel() >= count:
+        return buffer
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"kernel scratch '{name}' must grow to {count} elements during a graph capture; run the program once at "
+            "this shape before capturing it"
+        )
+    if buffer is not None:
+        _retired.append(buffer)
+    made = torch.zeros(max(count, 1024), dtype=dtype, device=device)
+    if _record is None:
+        _buffers[key] = made
+    return made
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """Bytes of scratch on `device`, outgrown buffers included."""
+    held = [b for (where, _), b in _buffers.items() if where == device] + [b for b in _retired if b.device == device]
+    return sum(b.numel() * b.element_size() for b in held)
+
+
+def even_splits(items: int, slots: int, most: int, overhead: float = 0.001) -> int:
+    """In how many equal parts to cut each of `items` jobs so that they fill `slots` processors with the least waste.
+
+    The time of a cut into s is its number of waves times that of a part: 1 / s of a job and `overhead` of one more.
+    """
+    best, least = 1, float("inf")
+    for s in range(1, max(1, most) + 1):
+        cost = -(-items * s // slots) * (1 / s + overhead)
+        if cost < least - 1e-9:
+            best, least = s, cost
+    return best
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n (and 1)."""
+    return 1 << max(0, n - 1).bit_length()
