@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled artifacts of the tests go into a directory of their own, also those of child processes."""
-    name = "TOKENSPEED_ARTIFACT_CACHE"
-    before = os.environ.get(name)
-    os.environ[name] = str(tmp_path_factory.mktemp("artifacts"))
-    yield
-    if before is None:
-        del os.environ[name]
-    else:
-        os.environ[name] = before
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Options of every engine here, also in child processes, where a test does not say otherwise.
+
+    Compiled artifacts go into a directory of their own. A rank has one thread: tests run side by side, and two teams
+    of threads on two cores spend their time waiting for a member that does not run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENSPEED_ARTIFACT_CACHE", str(tmp_path_factory.mktemp("artifacts")))
+        patch.setenv("TOKENSPEED_THREADS", "1")
+        yield

@@ -216,7 +216,7 @@ def test_a_truncated_safetensors_file_is_named(tmp_path: Path, shards: int, keep
 def test_the_command_line_says_it_too(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     (path / "model.safetensors").write_bytes(b"\0" * 100)
-    done = tokenspeed("serve", path, "--port", "0")
+    done = tokenspeed("serve", path, "--port", "0", "--core", "inproc")
     assert done.returncode == 1 and str(path / "model.safetensors") in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -12,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.tiny import ROOT, Server, environment, save_model, tokenspeed
+from tests.e2e.tiny import ROOT, Server, environment, save_model
+from tokenspeed import Engine, SamplingParams
+from tokenspeed.cli import main
+from tokenspeed.runtime.compiling import compile_options
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import StartupError
 
 PAGE = (ROOT / "docs" / "write-a-model.md").read_text("utf-8")
 
@@ -46,6 +54,14 @@ def check_output(printed: str, said: str) -> None:
     assert re.fullmatch(pattern, said.rstrip()), f"the page says\n{printed}\nthe command says\n{said}"
 
 
+def said(command: list[str], folder: Path) -> str:
+    """What a command of the command line prints when it is given in `folder`."""
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        assert main(command) == 0
+    return out.getvalue()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The author's directory with the page's files, compiled by the page's commands."""
@@ -55,9 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (path / fence.file).write_text(fence.text)
     for fence in fences("console"):
         for command, printed in re.findall(r"^\$ tokenspeed (.*)\n((?:(?!\$ ).*\n)*)", fence.text, re.MULTILINE):
-            done = tokenspeed(*shlex.split(command), cwd=path)
-            assert done.returncode == 0, done.stderr
-            check_output(printed, done.stdout)
+            check_output(printed, said(shlex.split(command), path))
     return path
 
 
@@ -83,8 +97,8 @@ def test_the_model_is_short_and_of_the_author_s_vocabulary(folder: Path) -> None
 
 
 def test_a_block_of_two_open_sums_is_reduced_once(folder: Path) -> None:
-    done = tokenspeed("explain", folder / "tp2", "--bucket", 16, "--variant", "gumbel", "--json")
-    (program,) = json.loads(done.stdout)["programs"]
+    printed = said(["explain", "tp2", "--bucket", "16", "--variant", "gumbel", "--json"], folder)
+    (program,) = json.loads(printed)["programs"]
     rows = [row["edge"] for row in program["redistributions"]]
     assert sum("blocks." in edge for edge in rows) == 3 and program["collectives"] == len(rows) == 6
 
@@ -111,8 +125,6 @@ MISTAKES = list(zip(fences("python replaces=FeedForward"), fences("text error"),
 def test_a_mistake_is_refused_as_printed(
     folder: Path, tmp_path: Path, at: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tokenspeed.cli import main
-
     mistake, error = MISTAKES[at]
     source = (folder / "parallel.py").read_text()
     changed = re.sub(r"class FeedForward[\s\S]*?(?=\n\n\nclass )", lambda _: mistake.text.rstrip(), source)
@@ -151,20 +163,12 @@ def test_a_table_of_names_reads_a_checkpoint(folder: Path, tmp_path: Path) -> No
 
 
 def _sources(file: Path, config: Path) -> dict[str, Any]:
-    from tokenspeed.runtime.compiling import compile_options
-    from tokenspeed.runtime.config import EngineConfig
-
     compiled = compile_options(EngineConfig(f"{file}:Parallel", config=str(config), buckets=[1]))
     return {e.name: [list(s.sources) for s in e.segments] for e in compiled.result.weights.entries}
 
 
 def test_the_author_s_checkpoint_is_read(folder: Path, tmp_path: Path) -> None:
     """Weights beside the configuration are served; without any, the artifact says that it has none."""
-    import torch
-
-    from tokenspeed import Engine, SamplingParams
-    from tokenspeed.runtime.errors import StartupError
-
     config = json.loads((folder / "config.json").read_text())
     model = {"model": f"{folder}/parallel.py:Parallel", "core": "inproc", "num_pages": 8, "buckets": [1, 8]}
     sources = _sources(folder / "parallel.py", folder / "config.json")
