@@ -18,7 +18,7 @@ from tokenspeed.models import find_family
 
 ROOT = Path(__file__).parents[2]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192]
-LAYERS = {"Llama-3.1-8B-Instruct": 32, "Llama-3.3-70B-Instruct": 80}
+LAYERS = {"llama-3.1-8b": 32, "llama-3.3-70b": 80}
 
 
 def config(model: str) -> dict[str, Any]:
@@ -90,17 +90,17 @@ def test_two_pending_sums_a_layer_and_what_repairs_them(model: str, ranks: int) 
 
 @pytest.mark.parametrize("part", ["attn", "mlp"])
 def test_the_sums_are_open_where_the_leaves_leave_them(part: str) -> None:
-    program = compiled("Llama-3.1-8B-Instruct", 4).result.programs["gumbel", 8]
+    program = compiled("llama-3.1-8b", 4).result.programs["gumbel", 8]
     for i in range(32):
         assert str(program.types[f"layers.{i}.{part}"]).endswith("[t, h] +tp")
 
 
-def test_one_rank_says_nothing(model: str = "Llama-3.1-8B-Instruct") -> None:
+def test_one_rank_says_nothing(model: str = "llama-3.1-8b") -> None:
     assert all(not e["redistributions"] for e in compiled(model, 1).result.explain.values())
 
 
 def test_a_configuration_s_unread_fields_do_not_change_the_key() -> None:
-    c = config("Llama-3.1-8B-Instruct")
+    c = config("llama-3.1-8b")
     family = find_family(c["architectures"][0])
 
     def key(**over: Any) -> str:
@@ -119,7 +119,7 @@ from tokenspeed.cli import main
 
 models, out = sys.argv[1], sys.argv[2]
 buckets = ["--buckets", "1,8,512", "--max-num-seqs", "64"]
-for name, mesh in (("Llama-3.1-8B-Instruct", "tp=4"), ("SmolLM2-135M-Instruct", "dp=2,tp=2")):
+for name, mesh in (("llama-3.1-8b", "tp=4"), ("smollm2-135m", "dp=2,tp=2")):
     assert main(["compile", f"{models}/{name}", "-o", f"{out}/{name}", "--mesh", mesh, *buckets]) == 0
 assert main(["compile", "smollm2", "-o", f"{out}/embedded", "--mesh", "tp=3", *buckets]) == 0
 """

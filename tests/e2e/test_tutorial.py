@@ -182,12 +182,12 @@ def test_the_author_s_checkpoint_is_read(folder: Path, tmp_path: Path) -> None:
                 "norm": (64,), "q_norm": (16,), "k_norm": (16,),
             }[name.rpartition(".")[2]]  # fmt: skip
             weights[source] = torch.randn(shape, generator=g)
-    path = save_model(tmp_path / "model", config, weights)
+    path = save_model(tmp_path / "model", config, weights, tokenizer=True)
     with Engine(**model, config=str(path)) as engine:
         out = engine.generate(
             input_ids=[5, 6], sampling_params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         )
-    assert len(out.token_ids) == 4
+        assert len(out.token_ids) == 4 and engine.tokenizer is not None
     with pytest.raises(StartupError, match="without weights"), Engine(**model, config=str(folder / "config.json")):
         pass
     (path / "other.json").write_text(json.dumps(config))

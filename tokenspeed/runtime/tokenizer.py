@@ -160,7 +160,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return Tokenizer.from_gguf(find_embedded_model())
     path = Path(source).expanduser()
     if ".py:" in source:
-        path = Path(config.config).expanduser().parent
+        path = Path(config.config).expanduser()
+        path = path if path.is_dir() else path.parent
     if path.suffix == ".gguf":
         return Tokenizer.from_gguf(path)
     if not path.is_dir():
