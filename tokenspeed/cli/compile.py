@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.progress import bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
-    compiled = compile_options(config, _progress(), args.calibration)
+    compiled = compile_options(config, bar(), args.calibration)
     path = write_artifact(config, compiled, args.output)
     total = time.perf_counter() - started
     print(compiled.summary())
@@ -38,15 +37,3 @@ def run(args: argparse.Namespace) -> int:
         f"compiled in {compiled.seconds:.2f} s (all passes), {total:.2f} s with reading the checkpoint and writing {path}"
     )
     return 0
-
-
-def _progress():
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        return lambda stage, done, total: None
-
-    def show(stage: str, done: int, total: int) -> None:
-        width = 30 * done // max(total, 1)
-        end = "\n" if done == total else ""
-        print(f"\r{stage} [{'#' * width:<30}] {done}/{total} programs", end=end, file=sys.stderr, flush=True)
-
-    return show

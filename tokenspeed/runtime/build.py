@@ -18,6 +18,7 @@ from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.executor import RankConfig, cache_bytes_per_token, open_artifact
+from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def build_engine(config: EngineConfig) -> Built:
     top_t = max(t for t, _ in buckets)
     slot_bytes = 4096 + 4 * dp * (4 * top_t + max_rows * (-(-length // config.page_size) + 16))
     try:
-        started = Ranks(rank, ranks, slot_bytes, lambda stage, done, total: None)
+        started = Ranks(rank, ranks, slot_bytes, bar())
     except WorkerError as e:
         raise StartupError(str(e)) from None
     vocab = int(m["logical"]["v"])
@@ -93,7 +94,7 @@ def find_artifact(config: EngineConfig) -> Path:
         return Path(config.model).expanduser()
     from tokenspeed.runtime.compiling import compile_for
 
-    return compile_for(config)
+    return compile_for(config, bar())
 
 
 def _agree(config: EngineConfig, artifact: Artifact) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 from tokenspeed.runtime.checkpoint import Checkpoint, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.progress import Progress, silent
 from tokenspeed.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
-def compile_for(config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None) -> Path:
+def compile_for(config: EngineConfig, progress: Progress = silent) -> Path:
     """The directory in the artifact cache that holds what the options describe, compiled into it if it is not there.
 
     Its name covers the program, the kernels' compat key and the checkpoint, and it is written once: another server may
@@ -53,9 +54,7 @@ def write_artifact(config: EngineConfig, compiled: Any, out: str) -> Path:
     return path
 
 
-def compile_options(
-    config: EngineConfig, progress: Callable[[str, int, int], None] = lambda s, d, t: None, calibration: str = "cpu"
-) -> Any:
+def compile_options(config: EngineConfig, progress: Progress = silent, calibration: str = "cpu") -> Any:
     """Compiles what the options describe, in memory. A directory with a configuration and no weights compiles too."""
     from tokenspeed.compiler.api import compile_model, default_buckets
 

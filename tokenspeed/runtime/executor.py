@@ -7,7 +7,7 @@ can be launched before the previous one's tokens have been read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.runtime.checkpoint import Checkpoint
 from tokenspeed.runtime.loader import load_weights
+from tokenspeed.runtime.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 DEVICE = "cpu"  # where this executor's buffers live
 
 

@@ -27,7 +27,8 @@ from tokenspeed import _scheduler
 from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.checkpoint import checkpoint_of
 from tokenspeed.runtime.errors import EngineError
-from tokenspeed.runtime.executor import Executor, Progress, RankConfig, StateOp, Step, StepResult, open_artifact
+from tokenspeed.runtime.executor import Executor, RankConfig, StateOp, Step, StepResult, open_artifact
+from tokenspeed.runtime.progress import Progress, silent
 
 SLOTS = 4  # of the ring; more than steps can be in flight
 
@@ -184,7 +185,7 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
     """A worker rank's process: runs steps until an empty message or the parent's death (its end of the pipe closes)."""
     try:
         _die_with_parent()
-        executor = start_executor(config, lambda stage, done, total: None)
+        executor = start_executor(config, silent)
         mesh = executor.plan.mesh
         leads = all(c == 0 for a, c in mesh.coords(config.rank).items() if a not in executor.plan.home)
         conn.send(("ready", (executor.home, leads)))
