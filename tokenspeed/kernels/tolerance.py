@@ -50,7 +50,9 @@ def tolerance(op: str, dtype: torch.dtype, *, terms: int = 1) -> Tolerance:
         return Tolerance(2 * unit, 2 * unit + 16 * 2.0**-24 * terms**0.5)
     if family == "sampling":
         return Tolerance(4 * 2.0**-24, 0.0)
-    return Tolerance(3 * unit, 4 * 2.0**-24 * terms**0.5)  # norm, rope, activation, pointwise
+    if family == "norm":  # two roundings in a row: where the first falls the other way, the second may too
+        return Tolerance(4 * unit, 4 * 2.0**-24 * terms**0.5)
+    return Tolerance(3 * unit, 4 * 2.0**-24 * terms**0.5)  # rope, activation, pointwise
 
 
 def linear_allowed(x: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype, *, int8: bool = False) -> Tensor:

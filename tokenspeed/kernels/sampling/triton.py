@@ -64,24 +64,24 @@ def noise_of(word):
 
 
 @triton.jit
-def shaped(z, params, at, offset, first, V, TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr):
+def shaped(z, words, at, offset, first, V, TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr):
     """Logits of COUNT global ids from `first` (a multiple of 4) on, tempered and with noise; -inf outside the row.
 
-    `at` points to column 0 of the row, id `offset`; `params` to the row's words.
+    `at` points to column 0 of the row, id `offset`; `words` to the row's words.
     """
     column = first + tl.arange(0, COUNT) - offset
     inside = (column >= 0) & (column < V)
     value = tl.load(at + column, mask=inside, other=float("-inf"))
     if TEMPER or GUMBEL:
-        greedy = (tl.load(params) & 1) != 0
+        greedy = (tl.load(words) & 1) != 0
         if TEMPER:
-            temperature = tl.load(params + 4).to(tl.float32, bitcast=True)
+            temperature = tl.load(words + 4).to(tl.float32, bitcast=True)
             divisor = tl.where(greedy, 1.0, temperature)
             value = tl.math.div_rn(value, tl.zeros_like(value) + divisor)
         if GUMBEL:
-            low = tl.load(params + 1).to(tl.uint32, bitcast=True)
-            high = tl.load(params + 2).to(tl.uint32, bitcast=True)
-            position = tl.load(params + 3).to(tl.uint32, bitcast=True)
+            low = tl.load(words + 1).to(tl.uint32, bitcast=True)
+            high = tl.load(words + 2).to(tl.uint32, bitcast=True)
+            position = tl.load(words + 3).to(tl.uint32, bitcast=True)
             quotient = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
             noisy = value + noise_of(philox_words(quotient, position, low, high))
             value = tl.where(greedy, value, noisy)
@@ -90,21 +90,21 @@ def shaped(z, params, at, offset, first, V, TEMPER: tl.constexpr, GUMBEL: tl.con
 
 @triton.jit
 def map_logits(
-    z, z_stride, params, out, out_stride, V, offset, base, blocks,
+    z, z_stride, words, out, out_stride, V, offset, base, blocks,
     TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = base + (program % blocks) * COUNT
     value, column, inside = shaped(  # pyright: ignore[reportGeneralTypeIssues]
-        z, params + row * 16, z + row * z_stride, offset, first, V, TEMPER, GUMBEL, COUNT
+        z, words + row * 16, z + row * z_stride, offset, first, V, TEMPER, GUMBEL, COUNT
     )  # fmt: skip
     tl.store(out + row * out_stride + column, value, mask=inside)
 
 
 @triton.jit
 def pick(
-    z, z_stride, params, value_out, index_out, part_value, part_index, counter, V, offset, base, steps,
+    z, z_stride, words, value_out, index_out, part_value, part_index, counter, V, offset, base, steps,
     PARTS: tl.constexpr, WIDE: tl.constexpr, TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The largest value of a row and its lowest id. A part covers `steps` blocks of COUNT ids; WIDE >= PARTS."""
@@ -116,7 +116,7 @@ def pick(
     where = tl.maximum(start - offset, 0) + tl.arange(0, COUNT)
     for step in range(steps):
         value, column, inside = shaped(  # pyright: ignore[reportGeneralTypeIssues]
-            z, params + row * 16, z + row * z_stride, offset, start + step * COUNT, V, TEMPER, GUMBEL, COUNT
+            z, words + row * 16, z + row * z_stride, offset, start + step * COUNT, V, TEMPER, GUMBEL, COUNT
         )  # fmt: skip
         better = inside & (value > best)  # false for NaN
         best = tl.where(better, value, best)
