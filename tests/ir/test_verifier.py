@@ -132,3 +132,11 @@ def test_extents_that_do_not_divide_and_rows_beyond_the_bucket_are_refused(text:
     if any("tp" in d.axes for t in p.types.values() for d in t.dims if d.name == "t"):
         with pytest.raises(VerifyError, match="V5"):
             verify(spread(p))
+
+
+def test_a_collective_for_nobody_is_refused(text: str) -> None:
+    line = "  %embed' = all_reduce %embed {axes=('tp',)}"
+    spare = "  %spare = all_reduce %embed {axes=('tp',)}"
+    lines = untyped(text).splitlines()
+    i = next(i for i, x in enumerate(lines) if x.startswith(line))
+    refuse("\n".join([*lines[:i], spare, *lines[i:]]) + "\n", "V10")

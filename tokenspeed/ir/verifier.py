@@ -8,6 +8,8 @@ is written once, before it is read. V6 is a rule of `attend`; V14 belongs to the
 
 from __future__ import annotations
 
+import networkx as nx
+
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute
 from tokenspeed.ir.ops import OPS, Redistribute
@@ -110,10 +112,14 @@ def _verify_caches_once(p: Program) -> None:
 
 
 def _verify_reduced(p: Program) -> None:
-    """V10: a pending value may be consumed by several repairs, but one consumer must not see it both ways: each path from
-    a pending value to a result passes exactly one reduction a pending axis. Types give this for each edge; here it is
-    checked that no pending value is dropped, i.e. has no consumer at all."""
-    used = {i for n in p.nodes for i in n.values} | set(p.results)
+    """V10: every pending value and every collective leads to a result. Types see to it that each path from a pending value
+    passes exactly one reduction an axis; here nothing is reduced, or left pending, for nobody."""
+    g = p.dag()
+    live = set(p.results).union(*(nx.ancestors(g, r) for r in p.results if r in g))
     for name, t in p.types.items():
-        if t.pending and name not in used:
-            raise VerifyError("V10", f"%{name} : {t} is pending and nothing consumes it")
+        if t.pending and name not in live:
+            raise VerifyError("V10", f"%{name} : {t} is pending and no result depends on it")
+    for i, n in enumerate(p.nodes):
+        op = OPS.get(n.op)
+        if isinstance(op, Redistribute) and i not in live:
+            raise VerifyError("V10", f"{n.op} of %{n.inputs[0]} serves no result")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.leaves import Binding, param_types
@@ -98,8 +97,3 @@ def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> We
             entries.append(Entry(name, "weight", segs))
     runs = {n: tuple(layout.runs(n)) for n in layout.groups if len(layout.runs(n)) > 1}
     return WeightMap(layout.plan, layout.sizes, runs, layout.logical, tuple(entries))
-
-
-def read_fields(config: Any) -> dict[str, Any]:
-    """The configuration fields that were read, in a stable order."""
-    return dict(sorted(config.read.items()))
