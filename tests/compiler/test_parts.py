@@ -95,7 +95,7 @@ def test_padded_weights_are_zero_outside_the_checkpoint() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "axes", "code"),
-    [("a=2", "tp=a,dp=a", "P031"), ("ep=2", "", "P034"), ("tp=2", "nothing=tp,mlp=zz", "P034")],
+    [("a=2", "tp=a,dp=a", "P031"), ("ep=2", "", "P034"), ("tp=2", "nothing=tp,mlp=zz", "P034"), ("tp=2", "mlpp=tp", "P034")],
 )  # fmt: skip
 def test_plans_that_cannot_be_name_axis_and_module(mesh: str, axes: str, code: str) -> None:
     with pytest.raises(PlanError) as e:

@@ -110,10 +110,11 @@ def test_one_rank_and_two_give_the_same_tokens(tokens: list[int]) -> None:
 def test_it_is_served(folder: Path, tokens: list[int]) -> None:
     (block,) = fences("console serve")
     serve, curl = (shlex.split(line.removeprefix("$ ")) for line in block.text.splitlines())
-    assert serve[:3] == ["tokenspeed", "serve", "tp2"] and curl[2] == "-d"
+    assert serve[:3] == ["tokenspeed", "serve", "tp2"]
+    assert curl[2:5] == ["-H", "Content-Type: application/json", "-d"]
     with Server(folder / "tp2", "--num-pages", 64) as server:
         answer = (
-            server.ready().post(re.sub(r"^http://[^/]+", "", curl[1]), json.loads(curl[3])).raise_for_status().json()
+            server.ready().post(re.sub(r"^http://[^/]+", "", curl[1]), json.loads(curl[5])).raise_for_status().json()
         )
     assert answer["choices"][0]["token_ids"] == tokens
 

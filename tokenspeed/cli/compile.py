@@ -7,6 +7,7 @@ import time
 
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.progress import bar
 
 
@@ -28,7 +29,10 @@ def run(args: argparse.Namespace) -> int:
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
     compiled = compile_options(config, bar(), args.calibration)
-    path = write_artifact(config, compiled, args.output)
+    try:
+        path = write_artifact(config, compiled, args.output)
+    except OSError as fault:
+        raise StartupError(f"cannot write the artifact to {args.output}: {fault}") from None
     total = time.perf_counter() - started
     print(compiled.summary())
     if args.verbose:

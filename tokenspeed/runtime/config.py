@@ -55,7 +55,9 @@ class EngineConfig:
     )
     dtype: str = option("auto", choices=("auto", "float32", "bfloat16"), help="Arithmetic; auto: the model's own")
     kv_cache_dtype: str = option(
-        "auto", choices=("auto", "float32", "bfloat16"), help="Storage of keys and values; auto: as dtype"
+        "auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="Storage of keys and values; auto: as dtype, bfloat16 for a quantised model",
     )
     mesh: str = option("", check=_mesh, help="Ranks by axis, as in `tp=2,dp=1`")
     axes: str = option("", check=_axes, help="Logical axes on mesh axes, as in `mlp=tp,vp=tp`")
@@ -72,7 +74,9 @@ class EngineConfig:
         help="Most prompt tokens of one request in one step; 0: the step's budget",
     )
     buckets: list[int] = option(  # noqa: RUF009 (it makes a field)
-        list, check=_buckets, help="Token counts to compile programs for; none: powers of two"
+        list,
+        check=_buckets,
+        help="Token counts to compile programs for; none: 1, 2, 3, 4, 6, 8 and about eight steps an octave",
     )
     page_size: int = option(16, check=at_least(1), help="Tokens in a page of the KV cache")
     num_pages: int = option(0, check=at_least(0), help="Pages of the KV cache; 0: as many as memory_fraction holds")

@@ -36,6 +36,8 @@ from tokenspeed.runtime.transport import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 
+_INT32 = 2**31 - 1  # beyond it a priority orders like the bound
+
 IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
 
 
@@ -108,14 +110,21 @@ class EngineLoop:
     def _submit(self, m: Submit) -> None:
         p = m.params
         try:
+            self.table.add(m)
             self.scheduler.submit(
-                m.request_id, np.asarray(m.prompt_ids, dtype=np.int32), p.max_tokens, min_new_tokens=p.min_tokens,
-                stop_token_ids=p.stop_token_ids, priority=m.priority, cache_salt=m.cache_salt.encode(),
-            )  # fmt: skip
-        except (ValueError, RuntimeError) as e:  # refused: nothing has changed, and the front is told why
-            self._put([TokenDelta(m.request_id, [], "error", error=str(e))])
-            return
-        self.table.add(m)
+                m.request_id,
+                np.asarray(m.prompt_ids, dtype=np.int32),
+                p.max_tokens,
+                min_new_tokens=p.min_tokens,
+                stop_token_ids=p.stop_token_ids,
+                priority=min(max(m.priority, -_INT32), _INT32),
+                cache_salt=m.cache_salt.encode(),
+            )
+        except Exception as e:  # whatever is wrong with one request ends that request alone, and the front is told why
+            self.table.drop(m.request_id)
+            told = isinstance(e, ValueError | RuntimeError)
+            reason = str(e) if told else f"the request cannot be admitted: a field is out of range ({type(e).__name__})"
+            self._put([TokenDelta(m.request_id, [], "error", error=reason)])
 
     def _control(self, m: Control) -> None:
         if m.name == "shutdown":

@@ -104,7 +104,7 @@ def pack_params(p: CoreParams) -> np.ndarray:
     floats = words.view(np.float32)
     words[Word.FLAGS] = int(flags)
     words[Word.SEED_LO], words[Word.SEED_HI] = np.array([p.seed & (2**64 - 1)], dtype=np.uint64).view(np.int32)
-    words[Word.TOP_K], words[Word.LOGPROBS] = p.top_k, max(p.logprobs, 0)
+    words[Word.TOP_K], words[Word.LOGPROBS] = min(p.top_k, 2**31 - 1), max(p.logprobs, 0)
     floats[Word.TEMPERATURE], floats[Word.TOP_P], floats[Word.MIN_P] = (
         max(p.temperature, GREEDY_BELOW),
         p.top_p,

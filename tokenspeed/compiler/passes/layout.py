@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
 from tokenspeed.ir.spec import Factor, SpecDim
 from tokenspeed.models.nn.params import Linear, PagedAttention, Weight
 
@@ -94,6 +94,13 @@ def _check_names(flat: Flat, plan: Plan) -> None:
             plan.axes(a)
         except PlanError as e:
             raise PlanError(e.code, f"{where}: {e.message}") from None
+    known = {*DEFAULT_AXES, *plan.mesh.names, *plan.parts}
+    unused = sorted(a for a in plan.logical if a not in known and a not in used)
+    if unused:
+        raise PlanError(
+            "P034",
+            f"--axes names {unused[0]!r}, which no module of this model uses; its axes are {sorted(used)}",
+        )
     wanted = {p for a in used for p in plan.axes(a)}
     idle = [a for a in plan.mesh.names if a not in wanted]
     if idle:

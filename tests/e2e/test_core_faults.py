@@ -1,0 +1,60 @@
+"""One request with a field beyond its machine word ends that request at most; the engine goes on."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+from tests.e2e.models import write_tiny
+from tokenspeed.runtime.build import build_engine
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.core import EngineLoop
+from tokenspeed.runtime.messages import Control, CoreParams, Deltas, Submit, ToCore, ToFront
+
+
+class _Inbox:
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+
+    def get(self, timeout: float | None) -> ToCore | None:
+        return None if self.messages.empty() else self.messages.get()
+
+    def drain(self) -> list[ToCore]:
+        return []
+
+
+class _Outbox:
+    def __init__(self) -> None:
+        self.sent: list[ToFront] = []
+
+    def put(self, message: ToFront) -> None:
+        self.sent.append(message)
+
+
+def test_values_beyond_a_word_end_one_request_at_most(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "llama")
+    built = build_engine(
+        EngineConfig(str(model), num_pages=32, max_num_seqs=4, buckets=[1, 4, 16], artifact_cache=str(tmp_path))
+    )
+    inbox, outbox = _Inbox(), _Outbox()
+    loop = EngineLoop(built, 0, inbox, outbox)
+    odd = [
+        Submit(1, [5, 6], CoreParams(max_tokens=3, temperature=1.0, top_k=2**40)),
+        Submit(2, [5, 6], CoreParams(max_tokens=3), priority=2**40),
+        Submit(3, [5, 6], CoreParams(max_tokens=3), priority=-(2**40)),
+        Submit(4, [5, 6], CoreParams(max_tokens=2**40)),
+        Submit(5, [5, 6], CoreParams(max_tokens=3), cache_salt="\ud800"),
+        Submit(6, [5, 2**40], CoreParams(max_tokens=3)),
+        Submit(7, [5, 6], CoreParams(max_tokens=3, temperature=0.0)),
+    ]
+    for m in odd:
+        loop._handle(m)
+    while loop._has_work():
+        assert loop._launch(None)  # type: ignore[arg-type]
+        loop._collect()
+    loop._handle(Control(1, "check"))
+    built.ranks.close()
+    ends = {
+        d.request_id: d.finish_reason for m in outbox.sent if isinstance(m, Deltas) for d in m.deltas if d.finish_reason
+    }
+    assert ends == {1: "length", 2: "length", 3: "length", 4: "error", 5: "error", 6: "error", 7: "length"}
