@@ -61,7 +61,7 @@ def build_engine(config: EngineConfig) -> Built:
     dp = artifact.plan.mesh.size(artifact.plan.home)
     max_rows = max(s for _, s in buckets)
     token_bytes = cache_bytes_per_token(artifact.program(m["variants"][0], buckets[0][0]))
-    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows, dp)
+    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows)
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
@@ -116,7 +116,7 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
 
 
-def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int, dp: int) -> int:
+def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int) -> int:
     """Pages a home group: what `memory_fraction` of the free memory holds on every rank, at most what can be used."""
     free = free_memory()
     budget = free * config.memory_fraction / ranks

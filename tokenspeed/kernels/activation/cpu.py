@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.pointwise.cpu import SILU, SILU_MUL, binary, unary
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 
 def silu(x: Tensor, *, out: Tensor) -> None:
@@ -21,17 +21,4 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    for op, fn in (("silu", silu), ("silu_mul", silu_mul)):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=True,
-                tags=frozenset({"determinism"}),
-            )
-        )
+    register_elementwise(registry, capability, (("silu", silu), ("silu_mul", silu_mul)))

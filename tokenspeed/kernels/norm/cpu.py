@@ -7,9 +7,10 @@ from torch import Tensor
 
 from tokenspeed import _cpu
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 _norm = _cpu.norm
 
@@ -54,17 +55,4 @@ def add_rms_norm(x: Tensor, y: Tensor, w: Tensor, *, eps: float, out: tuple[Tens
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    for op, fn in (("rms_norm", rms_norm), ("add_rms_norm", add_rms_norm)):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=tuple({"x": frozenset({name}), "w": DENSE, "out": frozenset({name})} for name in DENSE),
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=True,
-                tags=frozenset({"determinism"}),
-            )
-        )
+    register_elementwise(registry, capability, (("rms_norm", rms_norm), ("add_rms_norm", add_rms_norm)), w=DENSE)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tokenspeed import _cpu
 from tokenspeed.kernels.arguments import CODE, fail
-from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 SILU, SILU_MUL, ADD, MUL = range(4)  # csrc/types.h Pointwise
 _pointwise = _cpu.pointwise
@@ -53,17 +53,4 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    for op, fn in (("add", add), ("mul", mul)):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=True,
-                tags=frozenset({"determinism"}),
-            )
-        )
+    register_elementwise(registry, capability, (("add", add), ("mul", mul)))

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tokenspeed import _cpu
 from tokenspeed.kernels.arguments import CODE, fail
-from tokenspeed.kernels.formats import DENSE
+from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 
 def select_rows(x: Tensor, idx: Tensor, *, offset: int = 0, out: Tensor) -> None:
@@ -38,17 +38,5 @@ def fill(z: Tensor, *, start: int, value: float, out: Tensor) -> None:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    for op, fn in (("select_rows", select_rows), ("fill", fill)):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=tuple({"x": frozenset({name}), "out": frozenset({name})} for name in DENSE),
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=op == "select_rows",
-                tags=frozenset({"determinism"}),
-            )
-        )
+    register_elementwise(registry, capability, (("select_rows", select_rows),))
+    register_elementwise(registry, capability, (("fill", fill),), native=False)
