@@ -36,7 +36,7 @@ WORDS = [1780, 314, 253, 1028, 282, 1123, 30, 198]  # ordinary tokens of the emb
 
 def null_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     """A first token at once, then one each TICK, all streams in one message as an engine step sends them."""
-    outbox.put(Ready(100_000, 49_152, 10_000_000))
+    outbox.put(Ready(100_000, 49_152, 10_000_000, 256))
     running: dict[int, list[int]] = {}  # id -> [tokens made, tokens wanted]
     next_tick = time.monotonic() + TICK
     while True:

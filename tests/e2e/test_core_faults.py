@@ -57,4 +57,4 @@ def test_values_beyond_a_word_end_one_request_at_most(tmp_path: Path) -> None:
     ends = {
         d.request_id: d.finish_reason for m in outbox.sent if isinstance(m, Deltas) for d in m.deltas if d.finish_reason
     }
-    assert ends == {1: "length", 2: "length", 3: "length", 4: "error", 5: "error", 6: "error", 7: "length"}
+    assert ends == {1: "length", 2: "error", 3: "error", 4: "error", 5: "error", 6: "error", 7: "length"}

@@ -223,13 +223,13 @@ LONG = [{"role": "user", "content": "word " * 3 * CONTEXT}]
 REFUSED = {
     "a prompt three times the context": (fields(messages=LONG), 400, "context_length_exceeded", "256"),  # vllm#12600
     "max_tokens beyond the context": (fields(max_tokens=300), 400, "context_length_exceeded", "300"),
-    "NaN temperature": (fields(temperature=float("nan")), 400, None, "temperature"),  # sglang#28153
-    "infinite temperature": (fields(temperature=float("inf")), 400, None, "temperature"),
+    "NaN temperature": (fields(temperature=float("nan")), 400, "invalid_body", "temperature"),  # sglang#28153
+    "infinite temperature": (fields(temperature=float("inf")), 400, "invalid_body", "temperature"),
     "negative temperature": (fields(temperature=-1), 400, None, "temperature"),
     "a temperature of words": (fields(temperature="hot"), 400, None, "temperature"),
     "unknown model": (fields(model="gpt-5"), 404, "model_not_found", "smollm2"),
-    "broken JSON": ('{"model": "smollm2", "messages": [', 400, "invalid_json", "JSON"),
-    "no JSON object": ("[]", 400, None, ""),
+    "broken JSON": ('{"model": "smollm2", "messages": [', 400, "invalid_body", "JSON"),
+    "no JSON object": ("[]", 400, "invalid_body", "object"),
     "no messages": (json.dumps({"model": "smollm2"}), 400, None, "messages"),
     "a bias beyond the vocabulary": (fields(logit_bias={"191222": -100}), 400, None, "logit_bias"),  # vllm#16529
     "a bias of words": (fields(logit_bias={"abc": 1}), 400, None, "logit_bias"),

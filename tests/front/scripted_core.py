@@ -61,7 +61,8 @@ class Core:
 
     def run(self) -> None:
         limit = self.config.max_model_len or MAX_LEN
-        self.outbox.put(Ready(limit, VOCAB, self.kv_tokens, {"model": self.config.model, "ranks": 1}))
+        running = self.config.max_num_seqs
+        self.outbox.put(Ready(limit, VOCAB, self.kv_tokens, running, {"model": self.config.model, "ranks": 1}))
         while True:
             idle = not any(r.submit.prompt_ids[0] != STALL for r in self.running.values())
             first = self.inbox.get(None if idle else 0)
@@ -150,6 +151,11 @@ def run_core_small_cache(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> 
     Core(config, inbox, outbox, kv_tokens=40).run()
 
 
+def run_core_for_two(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    """Runs two requests at once, as an artifact may say against the options' default."""
+    Core(replace(config, max_num_seqs=2), inbox, outbox).run()
+
+
 def run_core_refusing(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     outbox.put(Died("model.safetensors is missing shard 2 of 3"))
 
@@ -159,12 +165,12 @@ def run_core_raising(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None
 
 
 def run_core_exiting(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
-    outbox.put(Ready(MAX_LEN, VOCAB, 100_000))
+    outbox.put(Ready(MAX_LEN, VOCAB, 100_000, 256))
 
 
 def run_core_deaf(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     """Comes up and ignores even a shutdown."""
-    outbox.put(Ready(MAX_LEN, VOCAB, 100_000))
+    outbox.put(Ready(MAX_LEN, VOCAB, 100_000, 256))
     while True:
         time.sleep(0.1)
 
@@ -172,7 +178,7 @@ def run_core_deaf(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
 def run_core_with_worker(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     """Comes up with a child of its own, as a rank's worker is, and tells its process id."""
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    outbox.put(Ready(MAX_LEN, VOCAB, 100_000, {"worker": worker.pid}))
+    outbox.put(Ready(MAX_LEN, VOCAB, 100_000, 256, {"worker": worker.pid}))
     inbox.get(None)
 
 

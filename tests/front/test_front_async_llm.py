@@ -71,9 +71,11 @@ async def test_choices_end_once_and_join_to_the_whole(target: Any, n: int) -> No
 async def test_seeds_of_choices_follow_each_other(llm: AsyncLLM) -> None:
     await (await llm.submit(PROMPT, SamplingParams(max_tokens=1, n=3, seed=41))).collect()
     assert (await stats(llm))["seeds"] == [41, 42, 43]
+    await (await llm.submit(PROMPT, SamplingParams(max_tokens=1, n=2, seed=-1))).collect()
+    assert (await stats(llm))["seeds"][3:] == [2**64 - 1, 0]  # an int64 as its 64 bits
     await (await llm.submit(PROMPT, SamplingParams(max_tokens=1))).collect()
     await (await llm.submit(PROMPT, SamplingParams(max_tokens=1))).collect()
-    drawn = (await stats(llm))["seeds"][3:]
+    drawn = (await stats(llm))["seeds"][5:]
     assert drawn[0] != drawn[1]
 
 
@@ -279,6 +281,62 @@ async def test_queued_tokens_are_bounded() -> None:
     for _ in range(5):  # tokens that have begun to be answered no longer count
         await (await llm.submit(PROMPT, SamplingParams(max_tokens=1))).collect()
     await llm.close()
+
+
+async def test_the_core_says_how_many_run_at_once() -> None:
+    llm = make(scripted_core.run_core_for_two, max_num_seqs=256, max_queued_requests=1)
+    await llm.start()
+    for _ in range(3):
+        await llm.submit([scripted_core.STALL])
+    with pytest.raises(QueueFullError):
+        await llm.submit([scripted_core.STALL])
+    await llm.close()
+
+
+async def test_a_request_of_many_prompts_is_taken_whole_or_not_at_all() -> None:
+    llm = make(max_num_seqs=2, max_queued_requests=3)
+    await llm.start()
+    held = await llm.submit([scripted_core.STALL])
+    with pytest.raises(QueueFullError):
+        await llm.submit_all([[5]] * 5)
+    with pytest.raises(RequestError):
+        await llm.submit_all([[5], [-1]])
+    assert llm.in_flight == 1 and (await stats(llm))["submits"] == 1
+    streams = await llm.submit_all([[5], [6, 7]], SamplingParams(max_tokens=2, n=2))
+    outputs = [await stream.collect() for stream in streams]
+    assert [[c.token_ids for c in output.choices] for output in outputs] == [[[5, 5]] * 2, [[6, 7]] * 2]
+    held.close()
+    assert len(await llm.submit_all([[5]] * 128, SamplingParams(max_tokens=1))) == 128  # an idle engine takes it
+    await llm.close()
+
+
+async def test_a_request_that_could_never_be_taken_is_wrong_and_not_early() -> None:
+    llm = make(max_num_seqs=2, max_queued_requests=3)
+    await llm.start()
+    for prompts, n in ((129, 1), (65, 2), (5000, 128)):
+        with pytest.raises(RequestError, match=rf"asks for {prompts * n} outputs .* takes at most 128 in one"):
+            await llm.submit_all([[5]] * prompts, SamplingParams(n=n), wait=True)
+    await llm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        *[({"priority": value}, "priority") for value in (2**31, -(2**31) - 1, 1.5, True, "1", None)],
+        *[({"cache_salt": value}, "cache_salt") for value in ("a\ud800", 5, None, b"x")],
+    ],
+)
+async def test_a_wrong_option_of_a_request_is_named(llm: AsyncLLM, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await llm.submit(PROMPT, **options)
+    assert caught.value.param == param and param in caught.value.message
+    assert (await stats(llm))["submits"] == 0
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])
+async def test_priorities_at_the_edges_are_taken(llm: AsyncLLM, priority: int) -> None:
+    stream = await llm.submit(PROMPT, SamplingParams(max_tokens=1), priority=priority, cache_salt="a\U0001f600")
+    assert (await stream.collect()).text == "one"
 
 
 async def test_an_idle_engine_takes_more_choices_than_its_queue() -> None:

@@ -145,7 +145,8 @@ def test_a_template_without_system_gets_it_in_the_first_user_message() -> None: 
         ([{"content": "x"}], r"messages\[0\]\.role must be one of"),
         ([message("wizard", "x")], r"messages\[0\]\.role must be one of"),
         ([message("user", "x"), message("user", 7)], r"messages\[1\]\.content must be a string"),
-        ([message("user", [{"type": "image_url", "image_url": {}}])], "'image_url': this model takes text only"),
+        ([message("user", [{"type": "image_url", "image_url": {}}])], r"content\[0\]\.type must be text"),
+        ([message("user", "x") | {"tool_calls": 5}], r"messages\[0\]\.tool_calls must be a list"),
         ([message("user", [{"type": "text"}])], r"content\[0\]\.text must be a string"),
         ([message("user", [7])], r"content\[0\]\.text must be a string"),
     ],
@@ -158,6 +159,18 @@ def test_a_wrong_message_is_named(messages: list[Any], says: str) -> None:
 def test_a_template_that_fails_is_a_request_error_with_its_words() -> None:
     with pytest.raises(RequestError, match="refuses this conversation: needs a user"):
         render("{{ raise_exception('needs a user') }}", message("user", "x"))
+
+
+def test_what_fails_within_a_template_is_told_without_what_was_sent() -> None:
+    with pytest.raises(RequestError, match=r"refuses this conversation: KeyError$"):
+        render("{{ messages[0].content.format() }}", message("user", "{SECRET}"))
+
+
+def test_variables_may_have_any_name() -> None:
+    text = ChatTemplate("{{ self_ }}{{ messages[0].content }}").render(
+        [message("user", "x")], **{"self": 1, "self_": 2}
+    )
+    assert text == "2x"
     with pytest.raises(RequestError, match="refuses this conversation"):
         render("{{ messages[5].content }}", message("user", "x"))
 

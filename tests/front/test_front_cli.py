@@ -70,6 +70,9 @@ def test_version_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "smollm2", "--dtype", "int3"], 2, "dtype is 'int3': expected one of"),
         (["serve", "smollm2", "--port", "x"], 2, "port is 'x': expected an integer"),
         (["serve", "/nowhere", "--port", "0"], 1, "/nowhere is no directory"),
+        (["chat", "smollm2", "--url", "http://x/v1", "--dtype", "float32"], 2, "leave MODEL, --dtype out"),
+        (["serve", "smollm2", "--max-model-len", "1"], 2, "max_model_len is 1: must be 0"),
+        (["compile", "smollm2", "--max-model-len", "1", "-o", "/nowhere"], 2, "max_model_len is 1: must be 0"),
         (["chat", "--url", "ftp://x"], 2, "expected http://HOST:PORT/v1"),
     ],
 )
@@ -94,7 +97,7 @@ def test_env_tells_versions_and_settings_but_no_secret(monkeypatch: pytest.Monke
 
 def test_the_summary_shows_what_the_core_said() -> None:
     console = Console(record=True, width=100)
-    ready = Ready(8192, 49152, 123_456, {"ranks": 3, "buckets": "1, 2, 4"})
+    ready = Ready(8192, 49152, 123_456, 256, {"ranks": 3, "buckets": "1, 2, 4"})
     console.print(serve._summary(ready, "http://h:1"))
     text = console.export_text()
     for part in ("http://h:1/v1", "ranks", "3", "buckets", "1, 2, 4"):

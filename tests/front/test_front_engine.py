@@ -10,8 +10,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import scripted_core
+import torch
 
 import tokenspeed
 from tokenspeed import Engine, SamplingParams
@@ -56,6 +58,28 @@ def test_ids_in_one_prompt_or_many(engine: Engine) -> None:
     assert engine.generate(input_ids=[5, 6], sampling_params=SHORT).token_ids == [5, 6, 5]
     (only,) = engine.generate(input_ids=[[5, 6]], sampling_params=SHORT)
     assert only.token_ids == [5, 6, 5]
+
+
+def test_ids_and_parameters_of_other_types_that_mean_the_same(engine: Engine) -> None:
+    for ids in ((5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), torch.tensor(6)]):
+        assert engine.generate(input_ids=ids, sampling_params={"max_tokens": 3}).token_ids == [5, 6, 5]
+    for rows in (np.array([[5, 6]] * 2), [torch.tensor([5, 6]), (5, 6)]):
+        outputs = engine.generate(input_ids=rows, sampling_params=[SHORT, {"max_tokens": 1}])
+        assert [output.token_ids for output in outputs] == [[5, 6, 5], [5]]
+
+
+def test_a_field_that_was_assigned_later_is_checked_too(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=2)
+    params.temperature = float("nan")
+    with pytest.raises(RequestError, match="temperature must be a number"):
+        engine.generate("x", params)
+
+
+@pytest.mark.parametrize("messages", [5, "x", [5], {"role": "user"}, [{"role": ["user"], "content": "x"}]])
+def test_a_conversation_of_another_form_is_a_request_error(engine: Engine, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.chat(messages, SHORT)
+    assert (caught.value.param or "").startswith("messages")
 
 
 def test_a_batch_larger_than_the_queue_waits() -> None:
@@ -139,6 +163,24 @@ def test_threads_may_share_an_engine(engine: Engine) -> None:
         ({"prompt": ["x"], "sampling_params": [SHORT, SHORT]}, "2 sampling_params for 1 prompts"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"input_ids": [5] * 600}, "holds 512 tokens"),
+        ({"prompt": 5}, "prompt must be a string or a list of strings, not this int"),
+        ({"prompt": {"a": "b"}}, "not this dict"),
+        ({"prompt": "a\ud800"}, "prompt is not valid Unicode"),
+        *[
+            ({"input_ids": ids}, "token ids are integers")
+            for ids in ([1.5], [[1], [1.5]], [True], ["1"], [None], [1, [2]])
+        ],
+        *[
+            ({"input_ids": ids}, "input_ids must be a list of token ids")
+            for ids in (5, "12", {1: 2}, [[1], "2"], [[1], 2])
+        ],
+        ({"input_ids": np.array([1.0, 2.0])}, "holds a float"),
+        ({"input_ids": [2**70]}, "outside 0..49151"),
+        *[({"prompt": "x", "sampling_params": given}, "must be a SamplingParams or a dict") for given in (5, "x", [7])],
+        ({"prompt": "x", "sampling_params": {"temprature": 1}}, "did you mean temperature?"),
+        ({"prompt": "x", "sampling_params": {"temperature": "hot"}}, "temperature must be a number"),
+        ({"prompt": "x", "sampling_params": {"logit_bias": [5]}}, "logit_bias must map token ids"),
+        ({"prompt": "x", "sampling_params": {"stop": "a\ud800"}}, "stop is not valid Unicode"),
     ],
 )
 def test_a_wrong_call_is_a_value_error(engine: Engine, arguments: dict[str, Any], says: str) -> None:
@@ -192,6 +234,8 @@ def test_use_after_close() -> None:
     engine.close()
     with pytest.raises(UnavailableError, match="closed"):
         engine.generate("x")
+    with pytest.raises(UnavailableError, match="closed: make a new one"), engine:
+        raise AssertionError("the block of a closed engine must not begin")
 
 
 SCRIPT = """

@@ -55,14 +55,17 @@ def check(answer: httpx.Response, status: int, param: str | None = None, code: s
         *[("logit_bias", v) for v in ({"191222": -100}, {"abc": 1}, {"1": 1e9}, {"-1": 1}, {"1": "x"}, [], {"²": 1})],
         *[("n", value) for value in (0, 1000, "2")],
         *[("stop", value) for value in ("", ["a", ""], [1], 5)],
-        *[("seed", value) for value in (2**70, 1.5)],
+        *[("seed", value) for value in (2**63, 2**70, 1.5)],
+        *[("priority", value) for value in (2**31, -(2**40), 1.5)],
+        *[("cache_salt", value) for value in ("a\ud800", 5)],
+        ("stop", ["a", "\udc00"]),
         *[("max_tokens", value) for value in (-1, "5", 1.5)],
         *[("min_tokens", value) for value in (-1, 5000)],
         *[("stop_token_ids", value) for value in ([-1], [10**6], ["x"])],
         *[("allowed_token_ids", value) for value in ([], [10**6])],
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
-        ("model", 7),
+        *[("model", value) for value in (7, "\ud800")],
     ],
 )
 def test_a_wrong_field_is_named(server: AppServer, path: str, name: str, value: Any) -> None:  # vllm#53357
@@ -87,6 +90,8 @@ def test_a_wrong_field_is_named(server: AppServer, path: str, name: str, value: 
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "messages"),
+        (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": 5}]}, "messages[0].tool_calls"),
+        (CHAT, {"messages": [{"role": {}, "content": "x"}]}, "messages[0].role"),
         (TEXT, {}, "prompt"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": ""}, "prompt"),
@@ -112,24 +117,72 @@ def test_a_wrong_body_is_named(server: AppServer, path: str, body: dict[str, Any
         b"[1]",
         b"null",
         b'"x"',
+        b"NaN",
+        b'{"prompt": "x", "messages": [], "any": NaN}',
+        b'{"prompt": "x", "messages": [], "any": {"deep": [1, -Infinity]}}',
+        b'{"prompt": "x", "messages": [], "user": "\\ud800"}',
+        b'{"prompt": "x", "messages": [], "any": {"\\udfff": 1}}',
+        b'{"prompt": "x", "messages": [], "any": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"prompt": "x", "messages": [], "any": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
+        b'{"prompt": "\xed\xa0\x80", "messages": []}',
         '{"prompt": "你好", "messages": [{"role": "user", "content": "你好"}]}'.encode("gbk"),  # llama.cpp#6396
         b'{"prompt": "\xff\xfe", "messages": [{"role": "user", "content": "\xff"}]}',
         b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b"[" * 100_000,
+        b'{"any": ' * 100_000,
         b'{"max_tokens": ' + b"9" * 5000 + b"}",
     ],
 )
 def test_a_body_that_is_no_request(server: AppServer, path: str, content: bytes) -> None:
     for headers in ({"Content-Type": "application/json"}, {}):
-        check(httpx.post(server.url + path, content=content, headers=headers), 400)
+        check(httpx.post(server.url + path, content=content, headers=headers), 400, code="invalid_body")
+
+
+def test_a_body_of_another_content_type_is_told_which(server: AppServer) -> None:
+    answer = httpx.post(server.url + TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert "Content-Type: application/json" in check(answer, 400, code="invalid_body")
+
+
+def test_what_is_unusual_and_right_is_taken(server: AppServer) -> None:
+    deep: Any = "x"
+    for _ in range(100):
+        deep = [deep]
+    body = {"prompt": "one \U0001f600", "max_tokens": 1, "user": "\U0001f600", "metadata": {"deep": deep}}
+    for content in (json.dumps(body), json.dumps(body, ensure_ascii=False).encode()):  # a pair of escapes, and not
+        assert httpx.post(server.url + TEXT, content=content).json()["choices"][0]["text"] == "one"
+    kwargs = {"self": 1, "context": 2, "args": [3]}
+    body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": kwargs, "priority": -5, "seed": -(2**63)}
+    assert server.post(CHAT, body).status_code == 200
+
+
+def test_more_prompts_than_are_ever_taken_are_wrong(server: AppServer) -> None:
+    message = check(server.post(TEXT, {"prompt": ["x"] * 5000, "max_tokens": 1}), 400, "prompt")
+    assert "5000 prompts" in message and " 2304 " in message
 
 
 def test_errors_echo_nothing(server: AppServer) -> None:  # llama.cpp#9195, #9210
     mark = "SECRET\u00ff\u2028"
-    for body in ({"prompt": [mark]}, {"prompt": "x", "stop": [mark, 1]}, {"prompt": "x", "seed": mark}):
-        answer = server.post(TEXT, {**body, "max_tokens": -1})
+    wrong: list[dict[str, Any]] = [
+        {"prompt": [mark]},
+        {"stop": [mark, 1]},
+        {"seed": mark},
+        {"logit_bias": {mark: "x"}},
+        {"logit_bias": {mark: 1}},
+        {mark: float("nan")},
+        {"user": {mark: "\ud800"}},
+        {"tools": [mark]},
+        {"messages": [{"role": mark, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": mark}]}]},
+    ]
+    for more in wrong:
+        path, body = (CHAT, {}) if "messages" in more else (TEXT, {"prompt": "x"})
+        answer = httpx.post(server.url + path, content=json.dumps({**body, **more, "max_tokens": -1}))
         check(answer, 400)
         assert "SECRET" not in answer.text
+    for path, value in ((TEXT, -7), (TEXT, 700)):  # a number stands beside its limit
+        assert str(value) in check(server.post(path, {"prompt": "x", "max_tokens": value}), 400, "max_tokens")
+    huge = server.post(TEXT, {"prompt": "x", "max_tokens": 10**400})
+    assert len(check(huge, 400, "max_tokens")) < 100
     tokens = list(range(100, 400))  # pieces of characters, asked back
     answer = server.post(TEXT, {"prompt": tokens, "echo": True, "max_tokens": 1, "logprobs": 1, "stream": False})
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"]
@@ -232,9 +285,11 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:  # vllm#2901, #18826
             stream.close()
         wait(lambda: server.core_stats()["running"] == 0)
         assert server.post(TEXT, {"prompt": "x", "max_tokens": 1}).status_code == 200
-        # Of a list of prompts all are taken or none.
-        check(server.post(TEXT, {"prompt": [HELD] * 4}), 429)
-        assert server.core_stats()["running"] == 0
+        with open_stream(server):
+            wait(lambda: server.core_stats()["running"] == 1)
+            # Of a list of prompts all are taken or none.
+            check(server.post(TEXT, {"prompt": [HELD] * 4}), 429, code="rate_limit_exceeded")
+            assert server.core_stats()["running"] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

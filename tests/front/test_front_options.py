@@ -58,6 +58,8 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
     ("values", "says"),
     [
         ({"dtype": "float7"}, "dtype is 'float7': expected one of auto, float32, bfloat16"),
+        ({"max_model_len": 1}, "max_model_len is 1: must be 0 (the model's own limit), or 2 and more"),
+        ({"max_model_len": -1}, "max_model_len is -1: must be 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected an integer"),
         ({"max_num_seqs": True}, "max_num_seqs is True: expected an integer"),

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from tokenspeed.ir.ops.sampling import Word, philox_gumbel
 from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.sampling_params import SamplingParams
+from tokenspeed.runtime.sampling_state import pack_params
 
+KEY = (Word.SEED_LO, Word.SEED_HI)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -25,11 +29,11 @@ NAN, INF = float("nan"), float("inf")
         *[("frequency_penalty", value) for value in (2.1, -2.1, NAN)],
         *[("n", value) for value in (0, -1, 129, 1.0)],
         # vllm#16529, sglang#7670
-        *[("logit_bias", value) for value in ({1: 1e9}, {1: NAN}, {-1: 1}, {"abc": 1}, {1: "x"})],
-        *[("stop", value) for value in ("", ["a", ""], [1], 7, ("a",))],
+        *[("logit_bias", value) for value in ({1: 1e9}, {1: NAN}, {-1: 1}, {"abc": 1}, {1: "x"}, [5], "x")],
+        *[("stop", value) for value in ("", ["a", ""], [1], 7, ("a",), "\ud800", ["a", "b\udfff"])],
         *[("stop_token_ids", value) for value in ([-1], ["x"], "x", [True])],
         *[("allowed_token_ids", value) for value in ([], [-1], "x")],
-        *[("seed", value) for value in (1 << 63, 1.5, "x")],
+        *[("seed", value) for value in (1 << 63, -(1 << 63) - 1, 1.5, "x")],
         *[("min_tokens", value) for value in (-1, 1.5)],
         *[("max_tokens", value) for value in (-1, 1.5, "x")],
         *[("logprobs", value) for value in (-1, 21, True)],
@@ -48,7 +52,31 @@ def test_values_at_the_edges_are_taken() -> None:
         assert SamplingParams(temperature=temperature).resolve(1, 8, [], 9).temperature == temperature
     core = SamplingParams(top_k=-1, logit_bias={3: -100, 4: 100}, seed=-1, logprobs=0).resolve(1, 8, [], 9)
     assert (core.top_k, core.logit_bias, core.logprobs) == (0, {3: -100.0, 4: 100.0}, 0)
-    assert 0 <= core.seed < 1 << 63
+    assert core.seed == 2**64 - 1
+
+
+def test_distinct_seeds_are_distinct_streams() -> None:
+    seeds = [-(2**63), -(2**63) + 1, -(2**32), -2, -1, 0, 1, 2**31, 2**32, 2**62, 2**63 - 1]
+    draws = set()
+    for seed in seeds:
+        words = pack_params(SamplingParams(seed=seed).resolve(1, 8, [], 9))[None]
+        noise = philox_gumbel(*(torch.tensor(words[:, word]) for word in KEY), torch.zeros(1), torch.arange(8))
+        draws.add(tuple(noise[0].tolist()))
+    assert len(draws) == len(seeds)
+
+
+def test_a_number_beyond_64_bits_is_refused_and_not_repeated() -> None:
+    for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "temperature", "top_p"):
+        with pytest.raises(RequestError, match=f"{name} must be .*, not one beyond 64 bits"):
+            SamplingParams(**{name: 10**400})
+
+
+def test_a_mapping_stands_for_its_fields() -> None:
+    given = SamplingParams(n=2, stop="x")
+    assert SamplingParams.of({"n": 2, "stop": "x"}) == SamplingParams.of(given) == given
+    assert SamplingParams.of(None) == SamplingParams()
+    with pytest.raises(RequestError, match="'heat' is no sampling parameter: fields are n, temperature"):
+        SamplingParams.of({"heat": 1})
 
 
 def test_min_tokens_above_max_tokens() -> None:

@@ -56,7 +56,7 @@ async def next_deltas(client: CoreClient) -> list[TokenDelta]:
 async def test_a_request_and_a_call(make: Make) -> None:
     client = make(scripted_core.run_core)
     ready = await client.start()
-    assert ready == Ready(scripted_core.MAX_LEN, scripted_core.VOCAB, 100_000, {"model": "smollm2", "ranks": 1})
+    assert ready == Ready(scripted_core.MAX_LEN, scripted_core.VOCAB, 100_000, 256, {"model": "smollm2", "ranks": 1})
     client.send(Submit(7, [5, 6], CoreParams(max_tokens=3, logprobs=1, logit_bias={3: 1.5})))
     deltas = [delta for _ in range(3) for delta in await next_deltas(client)]
     assert [delta.token_ids for delta in deltas] == [[5], [6], [5]]
@@ -198,7 +198,7 @@ def test_a_local_function_cannot_be_a_core_process() -> None:
 
 
 TO_CORE: list[ToCore] = [
-    Submit(2**40, [1, 2], CoreParams(4, 1, [2], 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, {7: -1.0}, [1], 2**63 - 1, 5), 1, "s"),
+    Submit(2**40, [1, 2], CoreParams(4, 1, [2], 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, {7: -1.0}, [1], 2**64 - 1, 5), 1, "s"),
     Abort(1),
     Finish(2),
     Control(3, "stats", {"x": [1, None, "a"]}),
@@ -206,7 +206,7 @@ TO_CORE: list[ToCore] = [
 TO_FRONT: list[ToFront] = [
     Deltas([TokenDelta(1, [2], "stop", 2, [TokenLogprob(2, -0.5, [2, 3], [-0.5, -1.0])], 16, "why")], Stats(1, 2)),
     Reply(1, {"a": 1.5}, "no"),
-    Ready(1, 2, 3, {"ranks": 2}),
+    Ready(1, 2, 3, 4, {"ranks": 2}),
     Died("why"),
 ]
 

@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of input; 0, or 1 when the one question of `--message` failed."""
     if args.url:
+        given = [
+            row.name.upper() if row.positional else row.flag
+            for row in options.table(EngineConfig)
+            if hasattr(args, row.name)
+        ]
+        if given:
+            raise options.OptionError(f"--url talks to a model that is loaded already: leave {', '.join(given)} out")
         return _talk(args, lambda messages: ask_server(args.url, args.key, messages, _sampling(args)))
     from tokenspeed.runtime.engine import Engine
     from tokenspeed.runtime.logs import configure_logging

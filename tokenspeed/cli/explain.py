@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
             json.dumps({"plan": artifact.manifest["plan"], "programs": programs, "cost_us": info["cost_us"]}, indent=1)
         )
         return 0
-    print(f"{artifact.manifest['model']}  {artifact.manifest['plan']}  {artifact.manifest['dtype']}")
+    m = artifact.manifest
+    print(f"{m['model']}  {m['plan']}  {artifact.weights.arithmetic(m['dtype'])}")
     for e in programs:
         print(explain_text(e))
     return 0

@@ -57,7 +57,7 @@ class Compiled:
         m, r = self.manifest, self.result
         (first, *_), (*_, last) = m["buckets"], m["buckets"]
         ranks = f"{m['ranks']} rank{'s' if m['ranks'] > 1 else ''}"
-        lines = [f"{m['model']} on {ranks}: {m['plan']}, {m['dtype']}, KV {m['cache_dtype']}"]
+        lines = [f"{m['model']} on {ranks}: {m['plan']}, {r.weights.arithmetic(m['dtype'])}, KV {m['cache_dtype']}"]
         extents = [
             f"{k}={v}" + (f" (padded to {m['sizes'][k]})" if m["sizes"][k] != v else "")
             for k, v in m["logical"].items()

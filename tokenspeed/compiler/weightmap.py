@@ -15,7 +15,7 @@ from typing import Any
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.text import parse_type
-from tokenspeed.ir.types import Type
+from tokenspeed.ir.types import DTYPE_BYTES, Type
 
 Run = tuple[int, int, int]  # start in the checkpoint, start in the padded extent, length
 
@@ -46,6 +46,16 @@ class WeightMap:
     runs: Mapping[str, tuple[Run, ...]]  # dims whose padded extent holds the checkpoint's entries in several runs
     logical: Mapping[str, int]
     entries: tuple[Entry, ...]
+
+    @property
+    def quantised(self) -> list[str]:
+        """The block formats that weights are kept in, ascending; none where all are plain numbers."""
+        return sorted({s.type.dtype for e in self.entries for s in e.segments} - DTYPE_BYTES.keys())
+
+    def arithmetic(self, dtype: str) -> str:
+        """What a user calls the arithmetic: a dtype, or `auto` where weights are multiplied in the formats of the file."""
+        kept = ", ".join(self.quantised)
+        return f"auto ({kept} weights as stored, {dtype} between)" if kept else dtype
 
     def dim_runs(self, dim: str) -> tuple[Run, ...]:
         return self.runs.get(dim) or ((0, 0, self.logical[dim]),)

@@ -21,6 +21,7 @@ from tokenspeed.runtime.errors import EngineError, QueueFullError, RequestError,
 from tokenspeed.runtime.messages import (
     Abort,
     Control,
+    CoreParams,
     Deltas,
     Died,
     Finish,
@@ -32,7 +33,7 @@ from tokenspeed.runtime.messages import (
     TokenDelta,
 )
 from tokenspeed.runtime.request_stream import Choice, RequestStream
-from tokenspeed.runtime.sampling_params import SEED_MASK, SamplingParams
+from tokenspeed.runtime.sampling_params import MAX_CHOICES, SEED_MASK, SamplingParams, check_integer, check_text
 from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
 
@@ -96,10 +97,7 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._room = asyncio.Event()
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
-        self._capacity = 0
-        if config.max_queued_requests:
-            running = config.max_num_seqs * config.mesh_axes.get("dp", 1)
-            self._capacity = running + config.max_queued_requests
+        self._capacity = 0  # choices in flight at most; 0: no bound
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +114,8 @@ class AsyncLLM:
         except BaseException:
             await self._client.close(force=True)
             raise
+        if self.config.max_queued_requests:
+            self._capacity = self._ready.max_running + self.config.max_queued_requests
         self._pump_task = asyncio.create_task(self._pump(self._client), name="tokenspeed-pump")
         return self._ready
 
@@ -151,33 +151,60 @@ class AsyncLLM:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     async def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestStream:
+        """`submit_all` for one prompt."""
+        (stream,) = await self.submit_all([prompt], params, **options)
+        return stream
+
+    async def submit_all(
         self,
-        prompt: str | Sequence[int],
+        prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str = "",
         wait: bool = False,
-    ) -> RequestStream:
-        """Accept a request: text or token ids in, a stream of deltas out.
+    ) -> list[RequestStream]:
+        """Accept a request of one or several prompts, all of them or none: a stream of deltas for each.
 
-        Raises RequestError for what is wrong with it, UnavailableError when the core is not up, QueueFullError when
-        too much is queued, unless `wait` asks to wait for room.
+        A prompt is a text or token ids. A lower `priority` (int32) goes first; `cache_salt` names the domain in which
+        prefixes are shared. Raises RequestError for what is wrong with the request or too large ever to be taken,
+        UnavailableError when the core is not up, QueueFullError when too much is queued, unless `wait` asks to wait
+        for room.
         """
         params = params or SamplingParams()
         ready = self.ready
-        ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
-        self._check_prompt(ids, params, from_text=isinstance(prompt, str))
+        check_integer("priority", priority, -(1 << 31), (1 << 31) - 1)
+        check_text("cache_salt", cache_salt)
+        self._check_choices(len(prompts), params.n)
         eos = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-        core_params = params.resolve(len(ids), self.max_len, eos, ready.vocab_size)
-        while not self._has_room(params.n, len(ids)):
+        accepted: list[tuple[list[int], CoreParams]] = []
+        for prompt in prompts:
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+            self._check_prompt(ids, params, from_text=isinstance(prompt, str))
+            accepted.append((ids, params.resolve(len(ids), self.max_len, eos, ready.vocab_size)))
+        tokens = params.n * sum(len(ids) for ids, _ in accepted)
+        while not self._has_room(params.n * len(prompts), tokens):
             if not wait:
                 raise QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
             self._room.clear()
             await self._room.wait()
         client = self._connected()  # it may have died while this waited
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        return [self._send(client, ids, params, core, priority, cache_salt) for ids, core in accepted]
+
+    def _send(
+        self,
+        client: CoreClient,
+        ids: list[int],
+        params: SamplingParams,
+        core_params: CoreParams,
+        priority: int,
+        cache_salt: str,
+    ) -> RequestStream:
+        """One prompt's choices to the core."""
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         choices = [Choice(index, params, self.tokenizer) for index in range(params.n)]
         stream = RequestStream(ids, choices, self._close_stream)
         for choice in choices:
@@ -202,14 +229,12 @@ class AsyncLLM:
             raise RequestError(
                 f"{self.config.model} has no tokenizer: send token ids, or start with --tokenizer", param="prompt"
             )
-        try:
-            if len(prompt) < THREAD_CHARS:
-                return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-        except UnicodeError:
-            raise RequestError("the prompt is not valid Unicode (it holds a lone surrogate)", param="prompt") from None
+        check_text("prompt", prompt)
+        if len(prompt) < THREAD_CHARS:
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], /, **variables: Any) -> str:
         """The prompt text of a conversation (see ChatTemplate.render). Raises RequestError."""
         if self.template is None:
             raise RequestError(
@@ -250,12 +275,22 @@ class AsyncLLM:
         if self.tokenizer is None and params.stops:
             raise RequestError("stop needs the text, but this model has no tokenizer: use stop_token_ids", param="stop")
 
+    def _check_choices(self, prompts: int, n: int) -> None:
+        """A request of more choices than an idle engine takes can never be accepted: it is wrong, not early."""
+        limit = max(self._capacity, MAX_CHOICES)
+        if self._capacity and prompts * n > limit:
+            raise RequestError(
+                f"the request asks for {prompts * n} outputs ({prompts} prompts, n {n}), but this server takes at most "
+                f"{limit} in one: send fewer prompts, or start it with a larger max_queued_requests",
+                param="prompt",
+            )
+
     def _has_room(self, choices: int, prompt_tokens: int) -> bool:
-        """An idle engine takes any request, so none is refused for ever."""
+        """An idle engine takes any request that `_check_choices` lets pass, so none is refused for ever."""
         if self._live and self._capacity and len(self._live) + choices > self._capacity:
             return False
         bound = self.config.max_queued_tokens
-        return not (self._waiting_tokens and bound and self._waiting_tokens + choices * prompt_tokens > bound)
+        return not (self._waiting_tokens and bound and self._waiting_tokens + prompt_tokens > bound)
 
     async def _pump(self, client: CoreClient) -> None:
         """Deliver what the core says until it says that it died."""

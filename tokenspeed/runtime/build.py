@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenspeed import _scheduler
 from tokenspeed.compiler.artifact import Artifact, is_artifact
-from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of
+from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.executor import RankConfig, cache_bytes_per_token, open_artifact
@@ -53,10 +53,7 @@ def build_engine(config: EngineConfig) -> Built:
             )
     m = artifact.manifest
     ranks = int(m["ranks"])
-    limit = int(checkpoint.config.get("max_position_embeddings", 0)) or 2048
-    if config.max_model_len > limit:
-        raise StartupError(f"max_model_len={config.max_model_len} is beyond the model's positions ({limit}); lower it")
-    length = config.max_model_len or limit
+    length = context_length(config, checkpoint)
     buckets = artifact.buckets
     dp = artifact.plan.mesh.size(artifact.plan.home)
     max_rows = max(s for _, s in buckets)
@@ -79,7 +76,8 @@ def build_engine(config: EngineConfig) -> Built:
         raise StartupError(str(e)) from None
     vocab = int(m["logical"]["v"])
     summary = {
-        "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks, "dtype": m["dtype"],
+        "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks,
+        "dtype": artifact.weights.arithmetic(m["dtype"]),
         "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
                     f"{token_bytes * pages * config.page_size / 2**20:.0f} MiB a rank",
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
@@ -102,8 +100,8 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
     m, defaults = artifact.manifest, EngineConfig(config.model)
     tokens, rows = [t for t, _ in artifact.buckets], [s for _, s in artifact.buckets]
     fixed = {
-        "dtype": m["dtype"], "kv_cache_dtype": m["cache_dtype"], "buckets": tokens, "max_num_batched_tokens": tokens[-1],
-        "max_num_seqs": rows[-1],
+        "dtype": "auto" if artifact.weights.quantised else m["dtype"], "kv_cache_dtype": m["cache_dtype"],
+        "buckets": tokens, "max_num_batched_tokens": tokens[-1], "max_num_seqs": rows[-1],
     }  # fmt: skip
     for name, have in fixed.items():
         given = getattr(config, name)
@@ -111,7 +109,7 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
             raise StartupError(
                 f"{config.model} was compiled with {name}={have}; it cannot be served with {name}={given}: compile it again"
             )
-    for name in ("mesh", "axes", "tensor_parallel_size"):
+    for name in ("mesh", "axes", "tensor_parallel_size", "config", "load_format"):
         if (given := getattr(config, name)) != getattr(defaults, name):
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
 

@@ -77,6 +77,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -87,6 +88,8 @@ class ChatTemplate:
         `continue_final_message` leaves the last message open, to be gone on with. `variables` are the template's
         (chat_template_kwargs). Raises RequestError.
         """
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, dict) for message in messages):
+            raise RequestError("messages must be a list of objects with role and content", param="messages")
         if not messages:
             raise RequestError("messages is empty: send at least one", param="messages")
         if continue_final_message and add_generation_prompt:
@@ -110,10 +113,12 @@ class ChatTemplate:
                 return self._render(shaped, variables)
             except Exception as error:  # a template may fail in any way: it is a program that comes with the model
                 fault = fault or error
-        raise RequestError(f"the chat template refuses this conversation: {fault}", param="messages") from None
+        # A template's own words are the model author's; those of another exception may hold what was sent.
+        words = str(fault) if isinstance(fault, jinja2.TemplateError) else type(fault).__name__
+        raise RequestError(f"the chat template refuses this conversation: {words}", param="messages") from None
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        return self._template.render(messages=messages, **{**self._specials, **variables})
+        return self._template.render({**self._specials, **variables, "messages": messages})
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content appears in the prompt as the text that it is."""
@@ -134,8 +139,10 @@ class ChatTemplate:
         text = _text(message.get("content"), where)
         out = {key: value for key, value in message.items() if value is not None}
         out |= {"role": role, "content": [{"type": "text", "text": text}] if self._wants_parts else text}
-        if message.get("tool_calls"):
-            out["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
+            out["tool_calls"] = [_parsed_call(call) for call in calls]
         return out
 
 
@@ -165,7 +172,7 @@ def _text(content: Any, where: str) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
         if isinstance(part, dict) and kind not in ("text", "input_text", "output_text"):
             raise RequestError(
-                f"{where}.content[{i}] is of type {kind!r}: this model takes text only",
+                f"{where}.content[{i}].type must be text: this model takes nothing else",
                 param=f"{where}.content[{i}].type",
             )
         if not isinstance(text, str):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.kernels.weights import QuantWeight
+from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 
 Stored = Tensor | QuantWeight
@@ -187,7 +188,8 @@ def open_checkpoint(
     """Opens a directory, a .gguf file or `smollm2`; with `weights` False a directory may hold a configuration alone.
 
     `config` is a configuration file, for weights that are dummies or absent; beside weights it must be theirs.
-    CheckpointError names what is wrong and what would be right.
+    `load_format` is the form that the weights must have (auto: whichever is found). CheckpointError names what is wrong
+    and what would be right.
     """
     if load_format == "dummy":
         source = Path(config) if config else Path(model)
@@ -196,16 +198,16 @@ def open_checkpoint(
         path = source / "config.json" if source.is_dir() else source
         return DummyCheckpoint(_read_json(path), seed, str(path.resolve()))
     path = Path(model).expanduser()
-    if load_format == "gguf" or model == "smollm2" or path.suffix == ".gguf":
-        return _gguf(model)
+    if found := _find_gguf(model, load_format):
+        if load_format == "safetensors":
+            raise CheckpointError(f"{model} is a GGUF, and load_format asks for safetensors: leave it out")
+        if config and Path(config).expanduser().resolve() != path.resolve():
+            raise CheckpointError(
+                f"{found} holds its own configuration, so config ({config}) would be ignored: leave it out"
+            )
+        return _gguf(found)
     if path.is_dir():
         described = path / "config.json" if not config or Path(config).is_dir() else Path(config)
-        if (
-            load_format == "auto"
-            and not (path / "config.json").exists()
-            and len(ggufs := sorted(path.glob("*.gguf"))) == 1
-        ):
-            return _gguf(str(ggufs[0]))
         if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
             return ConfigOnly(_read_json(described))
         if described.resolve() != (path / "config.json").resolve():
@@ -216,6 +218,20 @@ def open_checkpoint(
     )
 
 
+def _find_gguf(model: str, load_format: str) -> str | None:
+    """The GGUF that a model is, or that its directory holds as its only weights; None where the weights are another."""
+    path = Path(model).expanduser()
+    if model == "smollm2" or path.suffix == ".gguf" or (load_format == "gguf" and not path.is_dir()):
+        return model
+    if load_format == "gguf" or (load_format == "auto" and path.is_dir() and not (path / "config.json").exists()):
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return str(ggufs[0])
+        if load_format == "gguf":
+            raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files: give the path of one")
+    return None
+
+
 def _gguf(model: str) -> Checkpoint:
     from tokenspeed.runtime.gguf_checkpoint import GgufCheckpoint
 
@@ -224,6 +240,16 @@ def _gguf(model: str) -> Checkpoint:
 
         return GgufCheckpoint(find_embedded_model(), embedded=True)
     return GgufCheckpoint(Path(model).expanduser())
+
+
+def context_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Tokens that prompt and output of a request may have together: max_model_len, or all of the model's positions."""
+    limit = int(checkpoint.config.get("max_position_embeddings", 0)) or 2048
+    if config.max_model_len > limit:
+        raise StartupError(f"max_model_len={config.max_model_len} is beyond the model's positions ({limit}); lower it")
+    if limit < 2:
+        raise CheckpointError(f"max_position_embeddings is {limit}: a prompt and one token of output need 2")
+    return config.max_model_len or limit
 
 
 def checkpoint_of(note: Mapping[str, Any]) -> Checkpoint:

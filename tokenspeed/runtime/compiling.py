@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenspeed.runtime.checkpoint import Checkpoint, open_checkpoint
+from tokenspeed.runtime.checkpoint import Checkpoint, context_length, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.progress import Progress, silent
@@ -59,6 +59,7 @@ def compile_options(config: EngineConfig, progress: Progress = silent, calibrati
     from tokenspeed.compiler.api import compile_model, default_buckets
 
     checkpoint, family = open_model(config)
+    context_length(config, checkpoint)  # refused here as it will be where the artifact is served
     dtype, cache, stored, objective = choose_dtypes(config, checkpoint)
     mesh = config.mesh or (f"tp={config.tensor_parallel_size}" if config.tensor_parallel_size > 1 else "")
     return compile_model(

@@ -33,6 +33,10 @@ def _buckets(value: list[int]) -> str | None:
     return None if ascending and all(item > 0 for item in value) else "must be positive and ascending"
 
 
+def _model_len(value: int) -> str | None:
+    return None if value == 0 or value >= 2 else "must be 0 (the model's own limit), or 2 and more (prompt and output)"
+
+
 def _fraction(value: float) -> str | None:
     return None if 0.0 < value <= 1.0 else "must lie in (0, 1]"
 
@@ -45,7 +49,9 @@ class EngineConfig:
         help="A checkpoint directory, a .gguf file, `smollm2` (the embedded model), an artifact directory, or "
         "`file.py:Class` with `--config`"
     )
-    config: str = option("", help="The config.json of a `file.py:Class` model")
+    config: str = option(
+        "", help="The config.json of a `file.py:Class` model, or of random weights (load_format dummy)"
+    )
     tokenizer: str = option(
         "", help="Where the tokenizer is, if not with the model: a directory with tokenizer.json, a .gguf, `smollm2`"
     )
@@ -63,7 +69,7 @@ class EngineConfig:
     axes: str = option("", check=_axes, help="Logical axes on mesh axes, as in `mlp=tp,vp=tp`")
     tensor_parallel_size: int = option(1, check=at_least(1), aliases=("-tp",), help="Shorthand for `--mesh tp=N`")
     max_model_len: int = option(
-        0, check=at_least(0), help="Longest prompt plus output of a request, in tokens; 0: the model's own limit"
+        0, check=_model_len, help="Longest prompt plus output of a request, in tokens; 0: the model's own limit"
     )
     max_num_seqs: int = option(256, check=at_least(1), help="Requests that run at once in each data-parallel group")
     max_num_batched_tokens: int = option(512, check=at_least(1), help="Tokens of one step in each data-parallel group")

@@ -36,8 +36,6 @@ from tokenspeed.runtime.transport import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 
-_INT32 = 2**31 - 1  # beyond it a priority orders like the bound
-
 IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
 
 
@@ -46,7 +44,9 @@ def run_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     built = build_engine(config)
     try:
         loop = EngineLoop(built, config.overlap_depth, inbox, outbox)
-        outbox.put(Ready(built.max_model_len, built.vocab_size, built.kv_tokens, built.summary))
+        a = built.artifact
+        running = max(rows for _, rows in a.buckets) * a.plan.mesh.size(a.plan.home)
+        outbox.put(Ready(built.max_model_len, built.vocab_size, built.kv_tokens, running, built.summary))
         loop.run()
     finally:
         built.ranks.close()
@@ -117,7 +117,7 @@ class EngineLoop:
                 p.max_tokens,
                 min_new_tokens=p.min_tokens,
                 stop_token_ids=p.stop_token_ids,
-                priority=min(max(m.priority, -_INT32), _INT32),
+                priority=m.priority,
                 cache_salt=m.cache_salt.encode(),
             )
         except Exception as e:  # whatever is wrong with one request ends that request alone, and the front is told why

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from tokenspeed.runtime import options
@@ -24,6 +24,7 @@ from tokenspeed.runtime.transport import CoreEntry
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, Any]
 
 
 class Engine:
@@ -77,7 +78,7 @@ class Engine:
     def generate(
         self,
         prompt: Prompt | None = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         input_ids: Sequence[int] | None = None,
         stream: Literal[False] = False,
@@ -86,7 +87,7 @@ class Engine:
     def generate(
         self,
         prompt: list[str] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         input_ids: Sequence[Sequence[int]] | None = None,
         stream: Literal[False] = False,
@@ -95,7 +96,7 @@ class Engine:
     def generate(
         self,
         prompt: Prompt | None = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         input_ids: Sequence[int] | None = None,
         stream: Literal[True],
@@ -105,8 +106,9 @@ class Engine:
     ) -> Any:
         """Generate for one prompt, or for each of a list of them (then a list of results, in order).
 
-        Give `prompt` (text) or `input_ids` (token ids); `sampling_params` one for all or one for each. With `stream`
-        one prompt gives an iterator of OutputDelta; closing the iterator aborts the request. Raises RequestError (a
+        Give `prompt` (text) or `input_ids` (token ids; an array or tensor of integers is taken too);
+        `sampling_params` one for all or one for each, each a SamplingParams or a dict of its fields. With `stream` one
+        prompt gives an iterator of OutputDelta; closing the iterator aborts the request. Raises RequestError (a
         ValueError) for a wrong request, GenerationError when the core fails on one.
         """
         prompts, single = _prompts(prompt, input_ids)
@@ -127,7 +129,7 @@ class Engine:
     async def async_stream(
         self,
         prompt: str | None = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         input_ids: Sequence[int] | None = None,
     ) -> AsyncIterator[OutputDelta]:
@@ -151,7 +153,7 @@ class Engine:
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         stream: bool = False,
         **template_variables: Any,
@@ -223,6 +225,8 @@ class Engine:
         self._stop_loop()
 
     def __enter__(self) -> Engine:
+        if self._closed:
+            raise UnavailableError("the engine is closed: make a new one for each `with`")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -252,23 +256,53 @@ def _prompts(prompt: Any, input_ids: Any) -> tuple[list[Prompt], bool]:
     """(all prompts, whether one was given and not a list)."""
     if (prompt is None) == (input_ids is None):
         raise RequestError("give either prompt (text) or input_ids (token ids)", param="prompt")
-    given = prompt if input_ids is None else input_ids
-    if isinstance(given, str):
-        return [given], True
-    items = list(given)
-    if input_ids is not None and not (items and isinstance(items[0], Sequence) and not isinstance(items[0], str)):
-        return [[int(token) for token in items]], True
-    if input_ids is None and not all(isinstance(item, str) for item in items):
-        raise RequestError("prompt must be a string or a list of strings; token ids go into input_ids", param="prompt")
-    return [item if isinstance(item, str) else [int(token) for token in item] for item in items], False
+    if input_ids is None:
+        if isinstance(prompt, str):
+            return [prompt], True
+        if not isinstance(prompt, list | tuple) or not all(isinstance(item, str) for item in prompt):
+            kind = type(prompt).__name__
+            raise RequestError(
+                f"prompt must be a string or a list of strings, not this {kind}; token ids go into input_ids",
+                param="prompt",
+            )
+        return list(prompt), False
+    rows = _plain(input_ids)
+    if isinstance(rows, list) and rows and isinstance(_plain(rows[0]), list):
+        return [_token_ids(row) for row in rows], False
+    return [_token_ids(rows)], True
 
 
-def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+def _plain(ids: Any) -> Any:
+    """A tuple, array or tensor as the list it stands for; a list and all else as it is."""
+    if isinstance(ids, tuple):
+        return list(ids)
+    return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """Raises RequestError for what is no list of integers (a bool is none)."""
+    ids = _plain(ids)
+    if not isinstance(ids, list):
+        raise RequestError(
+            f"input_ids must be a list of token ids, or a list of such lists, not a {type(ids).__name__}",
+            param="input_ids",
+        )
+    ids = [_plain(item) for item in ids] if set(map(type, ids)) - {int} else ids
+    wrong = next((kind for kind in set(map(type, ids)) if kind is not int), None)
+    if wrong is not None:
+        raise RequestError(f"input_ids holds a {wrong.__name__}: token ids are integers", param="input_ids")
+    return ids
+
+
+def _params_for(given: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt. Raises RequestError."""
+    if not isinstance(given, list | tuple):
+        return [SamplingParams.of(given)] * count
     if len(given) != count:
-        raise RequestError(f"{len(given)} sampling_params for {count} prompts: give one, or one for each")
-    return list(given)
+        raise RequestError(
+            f"{len(given)} sampling_params for {count} prompts: give one, or one for each", param="sampling_params"
+        )
+    return [SamplingParams.of(item) for item in given]
 
 
 def _checked(item: OutputDelta | BaseException) -> OutputDelta:

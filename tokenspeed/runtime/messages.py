@@ -32,7 +32,7 @@ class CoreParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
-    seed: int = 0  # 64 bit; the front draws one where the request names none
+    seed: int = 0  # 64 bits, unsigned; the front draws one where the request names none
     logprobs: int = -1  # -1: none; 0..20: the sampled token's and so many of the best
 
 
@@ -131,6 +131,7 @@ class Ready:
     max_model_len: int
     vocab_size: int
     kv_tokens: int
+    max_running: int  # requests that run at once, over all data-parallel groups
     summary: dict[str, Any] = field(default_factory=dict)
 
 

@@ -7,9 +7,10 @@ that names the field.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tokenspeed.runtime.errors import RequestError
@@ -19,7 +20,8 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
-SEED_MASK = (1 << 63) - 1  # seeds travel as non-negative int64
+MAX_INTEGER = (1 << 63) - 1  # of every integer field: what the wire and the core can hold
+SEED_MASK = (1 << 64) - 1  # a seed is an int64; it travels as the same 64 bits, unsigned
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class SamplingParams:
     temperature 0 is greedy. max_tokens None means the rest of the context. top_k 0 or -1, top_p 1, min_p 0 switch a
     filter off. The repetition penalty looks at prompt and output, presence and frequency penalties at the output
     alone. `logprobs` k asks for the sampled token's log-probability and those of the k best. A `seed` makes the
-    request reproducible; choice i of `n` uses seed + i.
+    request reproducible; it lies in -2^63..2^63-1, and choice i of `n` uses seed + i (modulo 2^64).
     """
 
     n: int = 1
@@ -56,6 +58,29 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.validate()
 
+    @classmethod
+    def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """The parameters that a caller's argument stands for: None the defaults, a mapping the fields it names.
+
+        Raises RequestError, with the nearest name for a field that does not exist.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, SamplingParams):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                f"sampling_params must be a SamplingParams or a dict of its fields, not a {type(given).__name__}",
+                param="sampling_params",
+            )
+        known = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(known)}"
+                raise RequestError(f"{name!r} is no sampling parameter: {hint}", param="sampling_params")
+        return cls(**given)
+
     @property
     def stops(self) -> list[str]:
         """The stop strings, always as a list."""
@@ -63,54 +88,60 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise RequestError (a ValueError) for the first field that is wrong by itself."""
-        _integer("n", self.n, 1, MAX_CHOICES)
+        check_integer("n", self.n, 1, MAX_CHOICES)
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _integer("top_k", self.top_k, -1)
+        check_integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
         for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token, 0, what="a token id")
+            check_integer("logit_bias", token, 0, what="a token id")
             _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
             if ids is not None and not isinstance(ids, list):
                 raise RequestError(f"{name} must be a list of token ids", param=name)
             for token in ids or ():
-                _integer(name, token, 0, what="a token id")
+                check_integer(name, token, 0, what="a token id")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty, so nothing could be sampled: leave it out", param="allowed_token_ids"
             )
         if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+            check_integer("seed", self.seed, -MAX_INTEGER - 1)
         if not isinstance(self.stop, str) and not (
             isinstance(self.stop, list) and all(isinstance(item, str) for item in self.stop)
         ):
             raise RequestError("stop must be a string or a list of strings", param="stop")
         if any(not item for item in self.stops):
             raise RequestError("stop holds an empty string, which would end every output: leave it out", param="stop")
+        for item in self.stops:
+            check_text("stop", item)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", param=name)
         if self.stops and not self.detokenize:
             raise RequestError("stop needs the text, but detokenize is false: use stop_token_ids", param="stop")
-        _integer("min_tokens", self.min_tokens, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0)
+            check_integer("max_tokens", self.max_tokens, 0)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
                 )
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
     def resolve(self, prompt_len: int, max_model_len: int, eos_ids: Iterable[int], vocab_size: int) -> CoreParams:
         """The engine core's parameters for a prompt of `prompt_len` tokens, seed as given (0 where none is).
 
         Raises RequestError; with code context_length_exceeded where prompt and output do not fit `max_model_len`.
+        Fields may have been assigned since the object was made, so they are checked once more.
         """
+        self.validate()
         for name, ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
@@ -154,18 +185,34 @@ class SamplingParams:
         )
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None, *, what: str = "an integer") -> None:
-    bound = f"at least {low}" if high is None else f"in {low}..{high}"
-    if type(value) is not int or value < low or (high is not None and value > high):
-        shown = value if type(value) is int else f"a {type(value).__name__}"
-        raise RequestError(f"{name} must be {what} {bound}, not {shown}", param=name)
+def check_integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, *, what: str = "an integer") -> None:
+    """Raise RequestError, naming the field, for what is no integer in low..high. A bool is none."""
+    if type(value) is not int or not low <= value <= high:
+        bound = f"at least {low}" if high == MAX_INTEGER else f"in {low}..{high}"
+        raise RequestError(f"{name} must be {what} {bound}, not {_shown(value)}", param=name)
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise RequestError, naming the field, for what is no string of Unicode characters."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string, not {_shown(value)}", param=name)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} is not valid Unicode (it holds a lone surrogate)", param=name) from None
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in a message: a number that a line can hold; of all else the type alone."""
+    if type(value) is float or (type(value) is int and abs(value) <= MAX_INTEGER):
+        return str(value)
+    return "one beyond 64 bits" if type(value) is int else f"a {type(value).__name__}"
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuses NaN too: every comparison with it is false."""
     fits = type(value) in (int, float) and (low < value if open_low else low <= value) and value <= high
     if not fits or not math.isfinite(value):
-        shown = value if type(value) in (int, float) else f"a {type(value).__name__}"
         raise RequestError(
-            f"{name} must be a number in {'(' if open_low else '['}{low:g}, {high:g}], not {shown}", param=name
+            f"{name} must be a number in {'(' if open_low else '['}{low:g}, {high:g}], not {_shown(value)}", param=name
         )

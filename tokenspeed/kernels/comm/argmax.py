@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenspeed.kernels.comm.distributed import gather_into
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
 
@@ -21,7 +22,7 @@ def all_reduce_argmax(value: Tensor, index: Tensor, *, group: Any, out: tuple[Te
     ranks, rows = dist.get_world_size(group), value.shape[0]
     pair = torch.stack([value.view(torch.int32), index])
     pairs = torch.empty((ranks * 2, rows), dtype=torch.int32, device=value.device)
-    dist.all_gather_into_tensor(pairs, pair, group=group)
+    gather_into(pairs, pair, group=group)
     pairs = pairs.view(ranks, 2, rows)
     values = pairs[:, 0].contiguous().view(torch.float32)
     best = values.max(0).values

@@ -16,6 +16,10 @@ from tokenspeed.kernels.arguments import fail
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
 
+# torch 2.13 renamed these and warns of the old names, which are all that 2.11 knows.
+gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+scatter_sum: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+
 Group = Any  # dist.ProcessGroup | None; torch builds without distributed lack the class
 
 
@@ -48,10 +52,10 @@ def all_gather(x: Tensor, *, group: Group = None, dim: int = 0, outer: int = 1, 
     if ranks == 1:
         out.copy_(x)
     elif dim == 0 and outer == 1 and out.is_contiguous():
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        gather_into(out, x.contiguous(), group=group)
     else:
         parts = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+        gather_into(parts.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
         # [ranks, lead, outer, b, ...] -> [lead, outer, ranks, b, ...]
         out.copy_(parts.view(ranks, *split).movedim(0, dim + 1).reshape(out.shape))
 
@@ -69,7 +73,7 @@ def reduce_scatter(x: Tensor, *, group: Group = None, dim: int = 0, outer: int =
         out.copy_(x)
         return
     if x.is_cuda and dim == 0 and outer == 1 and x.is_contiguous() and out.is_contiguous():
-        dist.reduce_scatter_tensor(out, x, group=group)
+        scatter_sum(out, x, group=group)
         return
     blocks = x.reshape(*split[: dim + 1], ranks, *split[dim + 1 :]).movedim(dim + 1, 0).contiguous()
     received = torch.empty_like(blocks)

@@ -13,6 +13,7 @@ from tokenspeed.runtime.config import EngineConfig, ServerConfig
 from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server import errors
+from tokenspeed.runtime.server.body import BodyRoute
 from tokenspeed.runtime.server.chat import chat_completions
 from tokenspeed.runtime.server.completions import completions
 from tokenspeed.runtime.server.gate import Gate, Life
@@ -32,6 +33,7 @@ def model_name(engine: EngineConfig, server: ServerConfig) -> str:
 def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
     """The ASGI app. The caller starts and closes `llm` and moves `life` along."""
     app = FastAPI(title="TokenSpeed", strict_content_type=False)
+    app.router.route_class = BodyRoute
     app.add_middleware(Gate, life=life, config=config)
     errors.install(app)
     name, created = model_name(llm.config, config), int(time.time())

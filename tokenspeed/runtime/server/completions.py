@@ -41,14 +41,9 @@ async def completions(llm: AsyncLLM, model: str, body: CompletionRequest, reques
     """The response. Raises EngineError before anything is sent."""
     body.check_fields()
     params = body.sampling()
-    streams: list[RequestStream] = []
-    try:
-        for prompt in body.prompts():
-            salt = body.cache_salt or ""
-            streams.append(await llm.submit(prompt, params, priority=body.priority or 0, cache_salt=salt))
-    except BaseException:
-        close_all(streams)
-        raise
+    streams = await llm.submit_all(
+        body.prompts(), params, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+    )
     answer = _Answer(llm, model, body, params, streams)
     if body.stream:
         return EventStream(answer.events(), lambda: close_all(streams))

@@ -1,4 +1,7 @@
-"""Every error as OpenAI's body {"error": {message, type, param, code}}; none echoes what the client sent."""
+"""Every error as OpenAI's body {"error": {message, type, param, code}}.
+
+No text that the client sent comes back in one; numbers may, so that a limit and what exceeds it stand side by side.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tokenspeed.runtime.errors import EngineError, GenerationError, QueueFullError, RequestError, UnavailableError
+from tokenspeed.runtime.server.body import BodyError
+from tokenspeed.runtime.server.protocol import FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +69,16 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, fault: RequestValidationError) -> Response:
         first = fault.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:] if not _is_arm(part))
-        if first["type"] == "json_invalid":
-            return error_response(400, "the body is not valid JSON", code="invalid_json")
-        return error_response(400, f"{where or 'the body'}: {first['msg']}", param=where or None)
+        # A location holds the arms of unions and the keys of what was sent too: only fields and positions are named.
+        where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part in FIELDS)
+        if not where:
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
+            return error_response(400, message, code="invalid_body")
+        return error_response(400, f"{where}: {first['msg']}", param=where)
+
+    @app.exception_handler(BodyError)
+    async def _(request: Request, fault: BodyError) -> Response:
+        return error_response(400, str(fault.detail), param=fault.param, code="invalid_body")
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, fault: HTTPException) -> Response:
@@ -77,8 +88,3 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, fault: Exception) -> Response:
         log.error("fault in %s", request.url.path, exc_info=fault)
         return error_response(500, "internal error; the server's log has the details")
-
-
-def _is_arm(part: object) -> bool:
-    """Pydantic names the arm of a union in a location (str, list[int] ...), which is no part of the request."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

@@ -197,6 +197,11 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # pyright: ignore[reportReturnType]
 
 
+FIELDS = frozenset(
+    name for body in (ChatRequest, CompletionRequest, StreamOptions) for name in body.model_fields
+)  # what an error may name
+
+
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10):
         raise RequestError("the keys of logit_bias must be token ids", param="logit_bias")
