@@ -276,6 +276,9 @@ def test_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  #
     path = tiny_model(tmp_path)
     reason = refusal(path, max_model_len=513)
     assert "max_model_len=513" in reason and "512" in reason
+    with pytest.raises(StartupError, match=r"max_model_len=513 is beyond the model's positions \(512\)"):
+        compile_options(EngineConfig(str(path), buckets=[1], max_model_len=513))
+    assert "max_position_embeddings is 1: a prompt" in refusal(tiny_model(tmp_path / "one", max_position_embeddings=1))
     with Engine(str(path), core="inproc", num_pages=40, max_num_batched_tokens=512, max_num_seqs=1) as engine:
         out = engine.generate(input_ids=[5] * 500, sampling_params=SamplingParams(max_tokens=12, ignore_eos=True))
         assert len(out.token_ids) == 12
@@ -400,6 +403,20 @@ def test_a_gguf_s_formats_are_kept_or_not_as_the_dtype_says(tmp_path: Path) -> N
     assert formats(dtype="float32") == {"f32"}
     # 96 columns on two ranks are 48, one and a half blocks: that one is dequantised
     assert formats(mesh="tp=2") == {"q8_0", "f32"}
+
+
+def test_a_file_is_found_in_its_directory_and_options_it_would_ignore_are_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    file = tmp_path / "model.gguf"
+    write_gguf(file, config, tiny_weights(config), Format.F32)
+    described = tiny_model(tmp_path / "other") / "config.json"
+    for model in (file, tmp_path, "smollm2"):
+        assert f"config ({described}) would be ignored" in refusal(model, config=str(described))
+        if model != tmp_path:
+            assert "load_format asks for safetensors" in refusal(model, load_format="safetensors")
+    assert "does not belong to the weights" in refusal(described.parent, config=str(tmp_path / "else.json"))
+    assert "holds 0 .gguf files" in refusal(described.parent, load_format="gguf")
+    assert tokens(tmp_path, load_format="gguf") == tokens(tmp_path) == tokens(file)
 
 
 def test_a_gguf_on_two_ranks(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_two_ranks_answer_without_models_and_passes(blocked: dict[str, str], mod
     body = {"messages": QUESTION, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with Server(path, "--num-pages", "20", **blocked) as server:
         answer = server.ready().post("/v1/chat/completions", body).raise_for_status().json()
+    assert not [line for line in server.log if "Warning" in line], "a rank warns of what its user cannot change"
     with Engine(str(model), core="inproc", num_pages=20) as engine:
         expected = engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert answer["choices"][0]["message"]["content"] == expected.text
@@ -99,7 +100,13 @@ def test_the_embedded_model_as_an_artifact(tmp_path: Path) -> None:
         with Engine(source, core="inproc", num_pages=20, **options) as engine:
             out = engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=8))
             answers.append((out.text, out.prompt_token_ids, engine.tokenizer.eos_ids, engine.tokenizer.special_tokens))
+            assert engine.ready.summary["dtype"] == "auto (q4_1, q8_0 weights as stored, float32 between)"
     assert answers[0] == answers[1] and len(answers[0][1]) == 37
+    explained = tokenspeed("explain", path, "--bucket", "1")
+    assert "auto (q4_1, q8_0 weights as stored" in explained.stdout
+    for dtype in ("float32", "bfloat16"):  # kept formats are neither
+        reason = refusal(path, dtype=dtype)
+        assert f"was compiled with dtype=auto; it cannot be served with dtype={dtype}: compile it again" in reason
 
 
 def test_the_artifact_has_the_tokenizer_and_the_template(artifact: Path, model: Path) -> None:
@@ -183,7 +190,8 @@ def test_an_empty_manifest_or_one_of_a_foreign_tool_is_refused(copy: Path) -> No
     ("option", "value"),
     [
         ("dtype", "bfloat16"), ("kv_cache_dtype", "bfloat16"), ("buckets", [1, 2]), ("max_num_seqs", 9), ("mesh", "tp=2"),
-        ("max_num_batched_tokens", 65), ("tensor_parallel_size", 2), ("axes", "mlp=1"),
+        ("max_num_batched_tokens", 65), ("tensor_parallel_size", 2), ("axes", "mlp=1"), ("config", "config.json"),
+        ("load_format", "dummy"),
     ],
 )  # fmt: skip
 def test_an_option_that_the_artifact_fixes_is_not_contradicted(artifact: Path, option: str, value: Any) -> None:
@@ -236,7 +244,7 @@ def test_one_request_may_hold_the_pages_of_one_home_group(model: Path, mesh: str
     with Engine(
         str(model), mesh=mesh, core="process" if mesh else "inproc", num_pages=5, page_size=8, max_num_seqs=4
     ) as engine:
-        assert engine.ready.kv_tokens == 40
+        assert (engine.ready.kv_tokens, engine.ready.max_running) == (40, 4 * groups)
         assert engine.control("stats")["kv_pages_total"] == 5 * groups
         done = engine.generate(
             input_ids=[7] * 30, sampling_params=SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
