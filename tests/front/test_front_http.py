@@ -238,3 +238,6 @@ def test_the_served_name() -> None:
 def test_the_api_describes_itself(server: AppServer) -> None:
     schema = httpx.get(server.url + "/openapi.json").json()
     assert {CHAT, TEXT, "/v1/models", "/health"} <= set(schema["paths"])
+    for path in (CHAT, TEXT):  # and no 422, which this server never answers
+        assert set(schema["paths"][path]["post"]["responses"]) == {"200", "4XX", "5XX"}
+    assert set(schema["paths"]["/v1/models/{model_id}"]["get"]["responses"]) == {"200", "4XX", "5XX"}

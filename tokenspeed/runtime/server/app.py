@@ -46,12 +46,12 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         if given is not None and given != name:
             raise ModelNotFound(f"no such model here; this server has {name}")
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=errors.RESPONSES)
     async def chat(body: ChatRequest, request: Request) -> Response:
         check_model(body.model)
         return await chat_completions(llm, name, body, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=errors.RESPONSES)
     async def text(body: CompletionRequest, request: Request) -> Response:
         check_model(body.model)
         return await completions(llm, name, body, request)
@@ -64,7 +64,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     async def models() -> Response:
         return json_response({"object": "list", "data": [model_object()]})
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.get("/v1/models/{model_id:path}", responses=errors.RESPONSES)
     async def model(model_id: str) -> Response:
         check_model(model_id)
         return json_response(model_object())

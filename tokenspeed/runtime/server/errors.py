@@ -34,6 +34,22 @@ _STATUS: dict[type[EngineError], tuple[int, str | None]] = {
     GenerationError: (500, "generation_failed"),
 }
 
+_BODY = {
+    "type": "object",
+    "required": ["message", "type", "param", "code"],
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "null"]},
+    },
+}
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
+RESPONSES: dict[int | str, dict[str, Any]] = {  # of a route, for /openapi.json
+    status: {"description": text, "content": {"application/json": {"schema": _SCHEMA}}}
+    for status, text in (("4XX", "The request is refused"), ("5XX", "The server cannot, or did not, answer it"))
+}
+
 
 def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error, also as an event in the middle of a stream."""
