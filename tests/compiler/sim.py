@@ -17,6 +17,7 @@ from tokenspeed.ir.text import parse_program
 from tokenspeed.models import find_family
 from tokenspeed.models.nn import Config
 
+torch.set_num_threads(1)  # small tensors: threads cost ten times what they save
 PAGE, PAGES, WIDTH = 4, 16, 8  # KV pages a home group, and columns of the block table
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.ir.ops.sampling import _mulhilo
 from tokenspeed.kernels import QuantWeight, register_references
+from tokenspeed.kernels.ops import OPS
 
-register_references(REFERENCES)
+register_references({op: fn for op, fn in REFERENCES.items() if op in OPS})
 
 QUANT_FORMATS = ("q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k")
 DTYPES = (torch.float32, torch.bfloat16)

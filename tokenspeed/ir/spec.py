@@ -4,7 +4,7 @@
     dim    := factor ("*" factor)* | row "*"
     factor := name [ "@" axes ] [ ":" (name | int) ]
     axes   := axis | "(" axis ("," axis)+ ")"
-    pend   := "+" list [ "?" ] | "+?" | ("max"|"lse"|"argmax"|"topk") ":" list
+    pend   := "+" list [ "?" ] | "+?" | ("max"|"min"|"lse"|"argmax"|"topk"|"varying") ":" list
 
 Invariant: `str(parse(text))` is canonical and parses to an equal Spec. A product of factors stands for several tensor
 dims of one weight side; only its first factor may carry axes.
@@ -21,7 +21,9 @@ from tokenspeed.ir.errors import SpecError
 _FACTOR = re.compile(
     r"(?P<name>[A-Za-z_]\w*)(?:@(?P<axes>[A-Za-z_]\w*|\([A-Za-z_]\w*(?:,[A-Za-z_]\w*)+\)))?(?::(?P<sub>[A-Za-z_]\w*|\d+))?$"
 )
-_PEND = re.compile(r"(?P<kind>\+|max:|lse:|argmax:|topk:)(?P<axes>[A-Za-z_]\w*(?:,[A-Za-z_]\w*)*)(?P<maybe>\?)?$")
+_PEND = re.compile(
+    r"(?P<kind>\+|max:|min:|lse:|argmax:|topk:|varying:)(?P<axes>[A-Za-z_]\w*(?:,[A-Za-z_]\w*)*)(?P<maybe>\?)?$"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class SpecDim:
 
 @dataclass(frozen=True)
 class Pend:
-    kind: str  # sum, max, lse, argmax, topk
+    kind: str  # sum, max, min, lse, argmax, topk, varying
     axes: tuple[str, ...]
     maybe: bool = False
 

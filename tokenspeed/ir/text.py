@@ -28,7 +28,7 @@ from tokenspeed.ir.mesh import Axes, Plan, parse_plan
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.types import Dim, Type
 
-_TYPE = re.compile(r"(\w+)\[([^\]]*)\](?: \+([\w.,]+)| (max|lse|argmax|topk):([\w.,]+))?$")
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\](?: \+([\w.,]+)| (max|min|lse|argmax|topk|varying):([\w.,]+))?$")
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------
@@ -257,4 +257,9 @@ def infer_node(
     try:
         return OPS[node.op].infer(args, node.attrs, order, p.plan.home)
     except RuleError as e:
-        raise VerifyError("V1", f"{node.op} {', '.join(node.inputs)}: {e.reason}") from None
+        code = e.code if e.code.startswith("V") else "V1"
+        raise VerifyError(code, f"{node.op} {', '.join(node.inputs)}: {e.reason}") from None
+    except (KeyError, StopIteration, ValueError, TypeError, IndexError, AttributeError) as e:
+        raise VerifyError(
+            "V1", f"{node.op} {', '.join(node.inputs)}: operands or attributes it does not take: {e!r}"
+        ) from None

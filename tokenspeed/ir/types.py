@@ -27,7 +27,7 @@ class Type:
     dtype: str  # f32, bf16, i32, u8, or a weight format (q4_1, ...)
     dims: tuple[Dim, ...]
     pending: Axes = ()
-    kind: str = "sum"  # the kind of `pending`
+    kind: str = "sum"  # of `pending`: sum, max, min, lse, argmax, topk, or varying (of no meaning)
     index: Dim | None = None  # the values are row numbers of this dim
 
     def state(self, axis: str) -> str:

@@ -1,18 +1,23 @@
 """The verifier: what a finished program must satisfy, checked from its text alone (types are inferred again).
 
 Rules here: V1 every op is a row of its table; V2 nothing pending leaves the program; V3 calls and signatures agree; V4 an
-axis appears once in a type; V5 extents divide, row dims only over the bucket's row factors; V7/V9 a collective names
-axes of the mesh and stands under no control flow; V10 each pending value is reduced by exactly one path; V11 every cache
-is written once, before it is read. V6 is a rule of `attend`; V14 belongs to the weight map.
+axis appears once in a type, and axes of a row dim move in the order of its factors; V5 extents divide, row dims only over
+the bucket's row factors, padding holds what its readers need; V6 query heads lie with their KV heads; V8 an index stays
+in its home block; V9 a collective names axes of the mesh; V10 each pending value is reduced by exactly one path; V11 every
+cache is written once, before it is read. V7 and the other half of V8 are of several ranks: `agreement`. V14 belongs to
+the weight map.
 """
 
 from __future__ import annotations
 
 import networkx as nx
 
-from tokenspeed.ir.errors import VerifyError
-from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute
+from tokenspeed.ir.collectives import outer_blocks
+from tokenspeed.ir.errors import RuleError, VerifyError
+from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute, param_type
+from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.pads import verify_pads
 from tokenspeed.ir.text import infer_node
 from tokenspeed.ir.types import ROW_DIMS, Type
 
@@ -20,12 +25,14 @@ from tokenspeed.ir.types import ROW_DIMS, Type
 def verify(p: Program) -> None:
     """VerifyError with the code of the first rule that does not hold."""
     factors = {d: p.row_axes(d) for d in p.bucket}
+    _verify_params(p, p.params, factors, "main")
     for name, leaf in p.leaves.items():
+        _verify_params(p, leaf.params, factors, f"leaf @{name}")
         _verify_types(p, leaf.types, factors, f"leaf @{name}")
-        _verify_body(p, leaf.nodes, leaf.types, leaf.params, f"leaf @{name}", list(leaf.inputs))
+        _verify_body(p, leaf.nodes, leaf.types, leaf.params, f"leaf @{name}", list(leaf.inputs), factors)
         _verify_leaf_caches(name, leaf)
     _verify_types(p, p.types, factors, "main")
-    _verify_body(p, p.nodes, p.types, p.params, "main", list(p.ports))
+    _verify_body(p, p.nodes, p.types, p.params, "main", list(p.ports), factors)
     if len(p.results) != len(p.result_types):
         raise VerifyError("V3", f"the program returns {len(p.results)} values and declares {len(p.result_types)}")
     for r, declared in zip(p.results, p.result_types):
@@ -37,9 +44,18 @@ def verify(p: Program) -> None:
             raise VerifyError("V3", f"result %{r} : {p.types[r]}, the program declares {declared}")
     _verify_caches_once(p)
     _verify_reduced(p)
+    verify_pads(p)
 
 
-def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, tuple[str, ...]], where: str) -> None:
+def _verify_params(p: Program, params: dict[str, Param], factors: dict[str, Axes], where: str) -> None:
+    for q in params.values():
+        _verify_types(p, {f"@{q.name}:{k}": t for k, t in enumerate(q.types)}, factors, where)
+        for t in q.types if q.kind in ("cache", "state") else ():
+            if t.pending:
+                raise VerifyError("V2", f"{where}: {q.kind} @{q.name} : {t} is pending; what is stored is complete")
+
+
+def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, Axes], where: str) -> None:
     for name, t in types.items():
         axes = t.axes()
         if len(set(axes)) != len(axes):
@@ -47,6 +63,12 @@ def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, tuple[s
         unknown = [a for a in axes if a not in p.plan.mesh.names]
         if unknown:
             raise VerifyError("V9", f"{where}: %{name} : {t} names {unknown[0]!r}, which is no axis of the mesh")
+        if t.index and t.index.axes != p.plan.home:
+            raise VerifyError(
+                "V8", f"{where}: %{name} : {t} counts from the start of a block that is not the home block"
+            )
+        if t.index and t.pending:
+            raise VerifyError("V2", f"{where}: %{name} : {t} is an index and pending")
         for d in t.dims:
             if d.name in ROW_DIMS:
                 outside = [a for a in d.axes if a not in factors[d.name]]
@@ -61,8 +83,9 @@ def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, tuple[s
 
 
 def _verify_body(
-    p: Program, nodes: list[Node], types: dict[str, Type], params: dict[str, Param], where: str, inputs: list[str]
-) -> None:
+    p: Program, nodes: list[Node], types: dict[str, Type], params: dict[str, Param], where: str, inputs: list[str],
+    factors: dict[str, Axes],
+) -> None:  # fmt: skip
     made = set(inputs)
     for n in nodes:
         late = [v for v in n.values if v not in made]
@@ -77,9 +100,24 @@ def _verify_body(
         for o, t in zip(n.outputs, inferred):
             if types[o] != t:
                 raise VerifyError("V1", f"{where}: %{o} is recorded as {types[o]}, its op gives {t}")
-        if n.op in OPS and OPS[n.op].discrete and types[n.inputs[0]].pending:
-            raise VerifyError("V2", f"{where}: {n.op} picks by the value of %{n.inputs[0]}, which is pending")
+        if n.op in OPS:
+            _verify_extents(p, n, types, params, factors, where)
         made.update(n.outputs)
+
+
+def _verify_extents(
+    p: Program, n: Node, types: dict[str, Type], params: dict[str, Param], factors: dict[str, Axes], where: str
+) -> None:
+    op = OPS[n.op]
+    ins = [param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs]
+    try:
+        op.check_extents(ins, n.attrs, p.plan, p.sizes)
+        if isinstance(op, Redistribute) and (dim := n.attrs.get("dim", "")):
+            axes = tuple(n.attrs["axes"])
+            held = tuple(a for a in ins[0].dim(dim).axes if a not in axes)
+            outer_blocks(p.plan, factors.get(dim, ()), held, axes, dim)
+    except RuleError as e:
+        raise VerifyError(e.code if e.code.startswith("V") else "V1", f"{where}: {n.op}: {e.reason}") from None
 
 
 def _verify_leaf_caches(name: str, leaf: Leaf) -> None:

@@ -14,7 +14,7 @@ from tokenspeed.compiler.passes.rows import Choices, Row
 from tokenspeed.compiler.passes.trace import Flat, FlatNode
 from tokenspeed.ir.errors import NOWHERE, Origin, PlanError
 from tokenspeed.ir.graph import Leaf, Node, Program
-from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.pads import demand, leaf_taints, taint_of
 from tokenspeed.ir.types import Type
 
 
@@ -137,17 +137,21 @@ def _change(a: Type, b: Type) -> str:
 
 
 def _fill_pads(leaf: Leaf, sizes: Mapping[str, int], logical: Mapping[str, int]) -> Leaf:
-    """Puts `fill` before an op whose demand on the padding of its operand's last dim is not met by the zeros there."""
+    """Puts `fill` before an op whose demand on the padding of its operand's last dim is not met by what is there."""
     nodes: list[Node] = []
+    padded = {d for d, n in sizes.items() if n != logical.get(d, n)}
+    filled: dict[tuple[str, float], str] = {}
     for node in leaf.nodes:
-        demand = OPS[node.op].demands_fill
-        if demand is not None:
+        value = demand(node.op, node.attrs)
+        if value is not None:
             source = node.inputs[0]
             last = leaf.types[source].dims[-1].name
-            if sizes.get(last, 0) != logical.get(last, 0):
-                name = source + "'fill"
-                nodes.append(Node("fill", (source,), (name,), {"value": demand}, node.origin, f"padding of {last}"))
-                leaf.types[name] = leaf.types[source]
+            if last in padded and leaf_taints(leaf, padded, source)[last] != taint_of(value):
+                if (source, value) not in filled:
+                    filled[source, value] = name = source + "'fill" + "'" * sum(k[0] == source for k in filled)
+                    nodes.append(Node("fill", (source,), (name,), {"value": value}, node.origin, f"padding of {last}"))
+                    leaf.types[name] = leaf.types[source]
+                name = filled[source, value]
                 node = Node(node.op, (name, *node.inputs[1:]), node.outputs, node.attrs, node.origin, node.note)
         nodes.append(node)
     leaf.nodes = nodes

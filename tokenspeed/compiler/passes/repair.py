@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenspeed.compiler.passes.costs import CostModel
+from tokenspeed.ir.collectives import outer_blocks
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.ops import OPS
@@ -26,9 +27,12 @@ class Step:
     axes: Axes
     dim: str
     after: Type
+    kind: str = "sum"  # of the reduction, where it is one
 
     def attrs(self) -> dict[str, object]:
         out: dict[str, object] = {"axes": self.axes}
+        if self.kind != "sum":
+            out["kind"] = self.kind
         return out | {"dim": self.dim} if self.dim else out
 
 
@@ -46,7 +50,7 @@ class Repairs:
         self.memo: dict[tuple[Type, Type], Path] = {}
 
     def nbytes(self, t: Type) -> float:
-        n = DTYPE_BYTES[t.dtype] * (2 if t.kind == "argmax" else 1)
+        n = DTYPE_BYTES[t.dtype] * (2 if t.kind in ("argmax", "topk") else 1)
         for d in t.dims:
             n *= self.sizes[d.name] // self.plan.mesh.size(d.axes)
         return float(n)
@@ -89,8 +93,12 @@ class Repairs:
                 for group in itertools.combinations(axes, k):
                     for op, dim in self._moves(at, state, group, shard, target):
                         moved = group if not dim or dim in ROW_DIMS else self._dim_order(at, target, dim, group)
+                        kind = at.kind if state == "P" else "sum"
                         try:
-                            (after,) = OPS[op].infer([at], {"axes": moved, "dim": dim}, order)
+                            if dim in ROW_DIMS:
+                                held = tuple(a for a in at.dim(dim).axes if a not in moved)
+                                outer_blocks(self.plan, self.rows[dim], held, moved, dim)
+                            (after,) = OPS[op].infer([at], {"axes": moved, "dim": dim, "kind": kind}, order)
                         except RuleError:
                             continue
                         ranks = mesh.size(group)
@@ -99,13 +107,15 @@ class Repairs:
                         else:
                             whole = self.nbytes(after if op == "all_gather" else at)
                             price, wire = self.costs.collective(op, ranks, whole), 1
-                        out.append((Step(op, moved, dim, after), price, wire))
+                        out.append((Step(op, moved, dim, after, kind), price, wire))
         return out
 
     def _moves(
         self, at: Type, state: str, group: tuple[str, ...], shard: list[str], target: Type
     ) -> list[tuple[str, str]]:
         row_ok = [d for d in at.names if d in ROW_DIMS and all(a in self.rows[d] for a in group)]
+        if at.kind in ("lse", "topk", "varying") and state != "P":
+            return []  # pairs are reduced before anything else moves
         if state == "P":
             moves = [("all_reduce", "")]
             if at.kind == "sum":

@@ -1,7 +1,8 @@
 """Paged attention over a KV cache: `append` writes this step's keys and values, `attend` reads a request's context.
 
 Slot numbers and block tables count from the start of a home block; slot -1 and row -1 are holes. Position p of request
-row r lives in slot table[r, p // page] * page + p % page.
+row r lies in slot table[r, p // page] * page + p % page. A cache whose slots are sharded beyond the home axes (`cp`) holds
+a block of each home block's slots a rank: the owner of a slot writes it, and each rank attends to what it holds.
 """
 
 from __future__ import annotations
@@ -13,8 +14,26 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse
+from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.types import Type
+
+
+def _index(op: str, t: Type, what: str, dim: str) -> Axes:
+    """Home axes of an index operand; RuleError where it is none or points into another dim."""
+    if t.index is None or t.index.name != dim:
+        raise RuleError("P004", f"{op} needs {what} as an index into {dim}, the operand is {t}")
+    return t.index.axes
+
+
+def _inner(cache: Type, home: Axes) -> Axes:
+    """Axes that shard the slots of a home block."""
+    return tuple(a for a in cache.dims[0].axes if a not in home)
+
+
+def _first_slot(cache: Type, home: Axes, at: Local) -> int:
+    inner = _inner(cache, home)
+    return at.plan.mesh.index(at.rank, inner) * (at.sizes[cache.dims[0].name] // at.plan.mesh.size(cache.dims[0].axes))
 
 
 class Append(Op):
@@ -24,14 +43,20 @@ class Append(Op):
     writes_cache = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        k, v, slot, ck, cv = ins
+        _index("append", slot, "its slots", ck.names[0])
+        if k.names != v.names or ck.names != cv.names or k.names[1:] != ck.names[1:] or slot.names != k.names[:1]:
+            raise RuleError("P004", f"append writes {k}, {v} into {ck}, {cv} by {slot}: the dims do not meet")
         return []
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        k, v, slot, ck, cv = states
         t, kv = ins[0].names[:2]
         slots = ins[3].names[0]
-        legal = {(t, t, t, slots, slots), (kv, kv, "R", kv, kv), ("R",) * 5}
-        if (k, v, slot, ck, cv) not in legal:
+        if axis in _index("append", ins[2], "its slots", slots):
+            legal = {(t, t, t, slots, slots)}
+        else:
+            legal = {(kv, kv, "R", kv, kv), ("R",) * 5, ("R", "R", "R", slots, slots)}
+        if tuple(states) not in legal:
             raise refuse(
                 "append",
                 axis,
@@ -41,33 +66,50 @@ class Append(Op):
             )
         return []
 
-    def reference(self, k: Tensor, v: Tensor, slot: Tensor, ck: Tensor, cv: Tensor) -> None:
-        ok = slot >= 0
-        ck[slot[ok].long()] = k[ok].to(ck.dtype)
-        cv[slot[ok].long()] = v[ok].to(cv.dtype)
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        home = ins[2].index.axes if ins[2].index else ()
+        return {"offset": _first_slot(ins[3], home, at)} if _inner(ins[3], home) else {}
+
+    def reference(self, k: Tensor, v: Tensor, slot: Tensor, ck: Tensor, cv: Tensor, *, offset: int = 0) -> None:
+        at = slot.long() - offset
+        ok = (slot >= 0) & (at >= 0) & (at < ck.shape[0])
+        ck[at[ok]] = k[ok].to(ck.dtype)
+        cv[at[ok]] = v[ok].to(cv.dtype)
 
 
 class Attend(Op):
-    """q [T, N, D], cache k, cache v [slots, KV, D], pos i32[T], row i32[T -> s], table i32[S, L] -> [T, N, D].
+    """q [T, N, D], cache k, cache v [slots, KV, D], pos i32[T], row i32[T -> s], table i32[S, L -> slots] -> [T, N, D].
 
     Token t attends positions 0..pos[t] of request row[t]; query head i reads KV head i // (N // KV). Softmax in float32.
+    Where the slots of a home block are sharded the result is pending by lse: a pair with the log-sum-exp [T, N].
     """
 
     name = "attend"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        return [(ins[0].dtype, ins[0].names)]
+        q, ck, cv, pos, row, table = ins
+        _index("attend", row, "its rows", table.names[0])
+        _index("attend", table, "its block table", ck.names[0])
+        if q.names[2:] != ck.names[2:] or ck.names != cv.names or not q.names[:1] == pos.names == row.names:
+            raise RuleError("P004", f"attend of {q} over {ck}, {cv} by {pos}, {row}, {table}: the dims do not meet")
+        return [(q.dtype, q.names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         q, ck, cv, pos, row, table = states
         t, n = ins[0].names[:2]
         slots, kv = ins[1].names[:2]
         s = ins[5].names[0]
-        if (q, ck, cv, pos, row, table) == (t, slots, slots, t, t, s):
-            return [t]
-        if (pos, row, table) == ("R",) * 3:
+        homes = [axis in _index("attend", i, "an operand", d) for i, d in ((ins[4], s), (ins[5], slots))]
+        if any(homes):
+            if all(homes) and (q, ck, cv, pos, row, table) == (t, slots, slots, t, t, s):
+                return [t]
+        elif (pos, row, table) == ("R",) * 3:
             if (q, ck, cv) in ((n, kv, kv), (n, "R", "R")):
                 return [n]
+            if (q, ck, cv) == ("R", slots, slots):
+                return ["P:lse"]
             if (q, ck, cv) == ("R",) * 3:
                 return ["R"]
         raise refuse(
@@ -87,28 +129,48 @@ class Attend(Op):
             )
         return super().infer(ins, attrs, order, home)
 
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        n, kv = ins[0].dims[1], ins[1].dims[1]
+        if len(n.axes) > len(kv.axes) and sizes[kv.name] > plan.mesh.size(kv.axes):
+            raise RuleError(
+                "V6",
+                f"{n.name} is split over {list(n.axes[len(kv.axes) :])} inside one block of {kv.name}, which holds "
+                f"{sizes[kv.name] // plan.mesh.size(kv.axes)} heads: its query heads would read the wrong ones",
+            )
+
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        return {"scale": attrs["scale"], "page": at.sizes["page"]}
+        own = {"scale": attrs["scale"], "page": at.sizes["page"]}
+        home = ins[5].index.axes if ins[5].index else ()
+        return own | {"offset": _first_slot(ins[1], home, at), "lse": True} if _inner(ins[1], home) else own
 
     def reference(
-        self, q: Tensor, ck: Tensor, cv: Tensor, pos: Tensor, row: Tensor, table: Tensor, *, page: int, scale: float
-    ) -> Tensor:
+        self, q: Tensor, ck: Tensor, cv: Tensor, pos: Tensor, row: Tensor, table: Tensor, *, page: int, scale: float,
+        offset: int = 0, lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         out = torch.zeros_like(q)
+        total = torch.full(q.shape[:2], float("-inf"), dtype=wide(q).dtype)
         group = q.shape[1] // ck.shape[1]
         for r in row.unique().tolist():
             if r < 0:
                 continue
             mine = (row == r).nonzero().flatten()
             p = torch.arange(int(pos[mine].max()) + 1)
-            slots = table[r, p // page].long() * page + p % page
-            k = ck[slots].float().repeat_interleave(group, 1)
-            v = cv[slots].float().repeat_interleave(group, 1)
-            scores = torch.einsum("tnd,pnd->ntp", q[mine].float(), k) * scale
-            scores.masked_fill_(p[None, None, :] > pos[mine].long()[None, :, None], float("-inf"))
-            out[mine] = torch.einsum("ntp,pnd->tnd", scores.softmax(-1), v).to(q.dtype)
-        return out
+            slots = table[r, p // page].long() * page + p % page - offset
+            held = (slots >= 0) & (slots < ck.shape[0])
+            p, slots = p[held], slots[held]
+            k = wide(ck[slots]).to(total.dtype).repeat_interleave(group, 1)
+            v = wide(cv[slots]).to(total.dtype).repeat_interleave(group, 1)
+            scores = torch.einsum("tnd,pnd->ntp", wide(q[mine]), k) * scale
+            scores.masked_fill_(p[None, None, :] > pos[mine].long()[:, None], float("-inf"))
+            sums = scores.logsumexp(-1)
+            weights = torch.where(sums.isneginf()[..., None], 0.0, scores.softmax(-1))
+            total[mine] = sums.T
+            out[mine] = torch.einsum("ntp,pnd->tnd", weights, v).to(q.dtype)
+        return (out, total) if lse else out
 
 
 ATTENTION = [Append(), Attend()]

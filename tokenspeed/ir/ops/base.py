@@ -2,7 +2,8 @@
 
 Invariant: a placement rule is written for ONE mesh axis (states of the inputs -> states of the outputs) and the rule of
 a mesh is the product over its axes; `Op.infer` is the only place that forms this product. States are "R" (replicated),
-"P" (pending) or the name of the dim that the axis shards. A combination that is not named by the rule is illegal.
+"P" (a pending sum), "P:max", "P:lse" ... (pending by another kind) or the name of the dim that the axis shards. A
+combination that is not named by the rule is illegal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
@@ -43,7 +45,6 @@ class Op:
     writes_state = False  # effect on per-request sampling state
     in_place_ok = False  # the output may share the first input's buffer when that dies here
     alias = False  # the output IS the input (no kernel, no buffer)
-    demands_fill: float | None = None  # value its first input must hold in the padding of its last dim
     discrete = False  # picks by value: its inputs must be equal bit for bit across ranks
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -51,6 +52,11 @@ class Op:
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         raise TypeError(f"{self.name} has no placement rule")
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        """RuleError where types that the rule allows do not fit these global extents."""
 
     def reference(self, *ins: Tensor, **attrs: Any) -> Any:
         raise TypeError(f"{self.name} has no reference")
@@ -61,9 +67,9 @@ class Op:
         """Keyword arguments of the kernel on one rank: attributes plus the offsets it owns."""
         return dict(attrs)
 
-    def out_kind(self, attrs: Mapping[str, Any]) -> str:
-        """Kind of a pending output."""
-        return "sum"
+    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
+        """Whether some row of the rule takes an operand pending by `kind` (not sum)."""
+        return False
 
     def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
         """(elements moved, multiply-adds) a row, from local shapes with the row dims taken as 1; weights excluded."""
@@ -76,7 +82,7 @@ class Op:
         """Types of the outputs. RuleError where no rule allows these inputs."""
         specs = self.shape(ins, attrs)
         for t in ins:
-            if t.pending and t.kind not in ("sum",) and self.name not in _TAKES_KIND:
+            if t.pending and t.kind != "sum" and not self.takes(t.kind, attrs):
                 raise RuleError(
                     "P013", f"{self.name} of a value pending by {t.kind}: only a redistribution may consume it"
                 )
@@ -85,23 +91,32 @@ class Op:
             axes.extend(a for a in t.axes() if a not in axes)
         states: dict[str, list[str]] = {}
         for a in order(tuple(axes)):
-            states[a] = self.axis_rule(a, [t.state(a) for t in ins], ins, attrs)
+            states[a] = self.axis_rule(a, [_state(t, a) for t in ins], ins, attrs)
         out: list[Type] = []
         for i, (dtype, names) in enumerate(specs):
             dims = []
             for name in names:
                 on = [a for a, st in states.items() if st[i] == name]
                 dims.append(Dim(name, order(tuple(on)) if name in ROW_DIMS else _merge_order(name, on, ins, self.name)))
-            pending = order(tuple(a for a, st in states.items() if st[i] == "P"))
-            out.append(
-                Type(
-                    dtype, tuple(dims), pending, self.out_kind(attrs) if pending else "sum", self.out_index(ins, attrs)
-                )
-            )
+            kinds = {a: st[i].partition(":")[2] or "sum" for a, st in states.items() if st[i].partition(":")[0] == "P"}
+            if len(set(kinds.values())) > 1:
+                raise RuleError("P013", f"{self.name} would be pending by {kinds}: a value is pending by one kind")
+            kind = next(iter(kinds.values()), "sum")
+            out.append(Type(dtype, tuple(dims), order(tuple(kinds)), kind, self.out_index(ins, attrs)))
         return out
 
     def out_index(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> Dim | None:
         return None
+
+
+def wide(x: Tensor) -> Tensor:
+    """The precision references compute in: float32, or float64 for float64 operands (the simulator's exact mode)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _state(t: Type, axis: str) -> str:
+    state = t.state(axis)
+    return f"P:{t.kind}" if state == "P" and t.kind != "sum" else state
 
 
 def _prod(shape: Sequence[int]) -> int:
@@ -120,10 +135,6 @@ def _merge_order(name: str, on: list[str], ins: Sequence[Type], op: str) -> Axes
             "P014", f"{op}: {name} is sharded in the orders {sorted(full)} on its operands; the blocks do not match"
         )
     return full[0] if full else tuple(on)
-
-
-#: ops that may take a value pending by another kind than sum
-_TAKES_KIND = {"all_reduce"}
 
 
 def show(states: States, ins: Sequence[Type]) -> str:

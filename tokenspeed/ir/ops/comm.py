@@ -22,6 +22,7 @@ class Redistribute(Op):
     """Base: the state of `axes` goes from one to another; other axes are untouched."""
 
     wire = True  # moves bytes between ranks
+    takes_dim = False  # whether `dim` names the dim that is split or joined
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [(ins[0].dtype, ins[0].names)]
@@ -32,7 +33,21 @@ class Redistribute(Op):
     def infer(
         self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Callable[[Axes], Axes], home: Axes = ()
     ) -> list[Type]:
-        return [self.step(ins[0], tuple(attrs["axes"]), attrs.get("dim", ""), order)]
+        (x,), axes, dim = ins, tuple(attrs["axes"]), attrs.get("dim", "")
+        if not axes or len(set(axes)) != len(axes):
+            raise RuleError("V9", f"{self.name} over {list(axes)}: name each axis of the group once")
+        if (dim in x.names) != self.takes_dim:
+            raise RuleError(
+                "V1", f"{self.name} of {x} " + (f"along {dim!r}" if self.takes_dim else f"has no dim {dim!r}")
+            )
+        if dim in ROW_DIMS and order(axes) != axes:
+            raise RuleError("V4", f"{self.name}: the axes of the row dim {dim} move in mesh order, not {list(axes)}")
+        if x.index and any(a in x.index.axes for a in axes):
+            raise RuleError("V8", f"{self.name} over {list(axes)}: an index into one home block cannot cross it: {x}")
+        kind = attrs.get("kind", "sum")
+        if x.state(axes[0]) == "P" and x.kind != kind:
+            raise RuleError("V1", f"{self.name} reduces by {kind}, the operand {x} is pending by {x.kind}")
+        return [self.step(x, axes, dim, order)]
 
     def need(self, x: Type, axes: Axes, state: str) -> None:
         for a in axes:
@@ -47,14 +62,15 @@ class Redistribute(Op):
 
 
 class AllReduce(Redistribute):
-    """+A -> whole. For kind argmax the operand is a pair and the result the winning id."""
+    """+A -> whole; attr `kind` where it is no sum. For argmax, topk and lse the operand is a pair: the result is the
+    winning id, the k best ids, or the merged output."""
 
     name = "all_reduce"
 
     def step(self, x: Type, axes: Axes, dim: str, order: Callable[[Axes], Axes]) -> Type:
         self.need(x, axes, "P")
-        if x.kind not in ("sum", "max", "argmax"):
-            raise RuleError("V1", f"all_reduce has no lowering for a value pending by {x.kind}")
+        if x.kind == "varying":
+            raise RuleError("V2", f"all_reduce of {x}: a value that varies from rank to rank has no meaning")
         for a in axes:
             x = x.with_state(a, "R", order, x.kind)
         return x
@@ -64,6 +80,7 @@ class ReduceScatter(Redistribute):
     """+A -> dim@A."""
 
     name = "reduce_scatter"
+    takes_dim = True
 
     def step(self, x: Type, axes: Axes, dim: str, order: Callable[[Axes], Axes]) -> Type:
         self.need(x, axes, "P")
@@ -78,6 +95,7 @@ class AllGather(Redistribute):
     """dim@A -> whole."""
 
     name = "all_gather"
+    takes_dim = True
 
     def step(self, x: Type, axes: Axes, dim: str, order: Callable[[Axes], Axes]) -> Type:
         self.need(x, axes, dim)
@@ -91,6 +109,7 @@ class Slice(Redistribute):
     """whole -> dim@A, by keeping this rank's block."""
 
     name = "slice"
+    takes_dim = True
     wire = False
 
     def step(self, x: Type, axes: Axes, dim: str, order: Callable[[Axes], Axes]) -> Type:

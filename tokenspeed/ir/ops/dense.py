@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, pointwise_rule, refuse
-from tokenspeed.ir.types import ROW_DIMS, Type
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, pointwise_rule, refuse, wide
+from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
 
 class Lookup(Op):
@@ -113,9 +113,9 @@ class Linear(Op):
     def reference(
         self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        y = x.flatten(1).float() @ w.float().t()
+        y = wide(x.flatten(1)) @ wide(w).t()
         if bias is not None:
-            y = y + bias.float()
+            y = y + wide(bias)
         return y.to(dtype or x.dtype)
 
     def local_attrs(
@@ -145,7 +145,7 @@ class RmsNorm(Op):
         return [pointwise_rule("rms_norm", axis, states, ins, ins[0].names, closed=ins[1].names)]
 
     def reference(self, x: Tensor, w: Tensor, *, eps: float) -> Tensor:
-        f = x.float()
+        f = wide(x)
         return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -186,7 +186,7 @@ class Rope(Op):
         half = table.shape[1] // 2
         rows = table[pos.clamp(min=0).long()]
         cos, sin = rows[:, None, :half], rows[:, None, half:]
-        a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+        a, b, rest = wide(x[..., :half]), wide(x[..., half : 2 * half]), x[..., 2 * half :]
         out = torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
         return torch.where((pos >= 0)[:, None, None], out, x)
 
@@ -259,10 +259,47 @@ class Scale(Op):
         return [(ins[0].dtype, ins[0].names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        if states[0].startswith("P:"):
+            return [states[0]]
         return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,)])]
+
+    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
+        return kind in ("max", "min") and attrs["factor"] > 0
 
     def reference(self, x: Tensor, *, factor: float) -> Tensor:
         return x * factor
+
+
+class Reduce(Op):
+    """x [.., D] -> [..]: the sum, maximum or minimum over the last dim (attr `kind`); pending by it where D is sharded."""
+
+    name = "reduce"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if attrs["kind"] not in ("sum", "max", "min") or len(ins[0].dims) < 2:
+            raise RuleError("P004", f"reduce takes kind sum, max or min over the last of two dims or more, not {attrs}")
+        return [(ins[0].dtype, ins[0].names[:-1])]
+
+    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
+        return kind == attrs["kind"]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        kind = attrs["kind"]
+        pending = "P" if kind == "sum" else f"P:{kind}"
+        table = {"R": "R", ins[0].names[-1]: pending, pending: pending} | {d: d for d in ins[0].names[:-1]}
+        if states[0] not in table:
+            raise refuse("reduce", axis, states, ins, f"the {kind} of parts of a sum is not the {kind} of the sum", "P011",
+                         example="2 ranks: max(3, 0) + max(0, 2) is 5, max(3 + 0, 0 + 2) is 3")  # fmt: skip
+        return [table[states[0]]]
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"kind": attrs["kind"]}
+
+    def reference(self, x: Tensor, *, kind: str) -> Tensor:
+        y = wide(x)
+        return (y.sum(-1) if kind == "sum" else y.amax(-1) if kind == "max" else y.amin(-1)).to(x.dtype)
 
 
 class SelectRows(Op):
@@ -322,6 +359,12 @@ class Cross(Op):
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         return [states[0]]
 
+    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
+        return True
+
+    def out_index(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> Dim | None:
+        return ins[0].index
+
     def reference(self, x: Tensor) -> Tensor:
         return x
 
@@ -338,6 +381,7 @@ DENSE = [
     SiluMul(),
     Add(),
     Scale(),
+    Reduce(),
     SelectRows(),
     Cross(),
 ]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.meaning import first_k
+from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse
 from tokenspeed.ir.types import Type
 
@@ -144,18 +146,14 @@ class Argmax(Op):
     """z [S, V] -> token i32[S]: pending by argmax where V is sharded (then a pair (value f32, global id i32) a row)."""
 
     name = "argmax"
-    demands_fill = float("-inf")
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [("i32", ins[0].names[:1])]
 
-    def out_kind(self, attrs: Mapping[str, Any]) -> str:
-        return "argmax"
-
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         s, v = ins[0].names
-        table = {"R": "R", s: s, v: "P"}
+        table = {"R": "R", s: s, v: "P:argmax"}
         if states[0] not in table:
             raise refuse("argmax", axis, states, ins, "the largest of pending sums is not the largest sum", "P011",
                          example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
@@ -171,6 +169,45 @@ class Argmax(Op):
         value, index = clean.max(1)
         first = (clean == value[:, None]).int().argmax(1) if z.numel() else index
         return value, (first + offset).int()
+
+
+class TopK(Op):
+    """z [S, V] -> global ids i32[S, k] of the largest, lowest id first among equals; pending by topk where V is sharded.
+
+    attrs: `k`, `dim` the name of the dim of k. The value is a pair (values [S, k], ids [S, k]).
+    """
+
+    name = "topk"
+    discrete = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [("i32", (ins[0].names[0], attrs["dim"]))]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        s, v = ins[0].names
+        table = {"R": "R", s: s, v: "P:topk"}
+        if states[0] not in table:
+            raise refuse("topk", axis, states, ins, "the largest of pending sums are not the largest sums", "P011",
+                         example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
+        return [table[states[0]]]
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        d = ins[0].dims[1]
+        width = sizes[d.name] // plan.mesh.size(d.axes)
+        if sizes[attrs["dim"]] != attrs["k"] or attrs["k"] > width:
+            raise RuleError("P004", f"topk takes k={attrs['k']} of {width} entries of {d.name} into {attrs['dim']}")
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"k": attrs["k"], "offset": at.offset(ins[0].dims[1])}
+
+    def reference(self, z: Tensor, *, k: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        clean = torch.where(z.isnan(), float("-inf"), z)
+        ids = torch.arange(offset, offset + z.shape[1], dtype=torch.int32).expand(z.shape)
+        return first_k(clean, ids, k)
 
 
 class Fill(Op):
@@ -298,4 +335,4 @@ def _keep(x: Tensor, top_k: int, top_p: float, min_p: float, flags: int) -> Tens
     return x
 
 
-SAMPLING = [Temper(), AddGumbel(), Argmax(), Fill(), Sample()]
+SAMPLING = [Temper(), AddGumbel(), Argmax(), TopK(), Fill(), Sample()]

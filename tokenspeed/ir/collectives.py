@@ -1,0 +1,79 @@
+"""List semantics of the redistributions: what each moves between the ranks of its groups, block by block.
+
+Invariant: a rank's result is made of the locals of its own group alone, in group order, as the kernels make it; that the
+meaning of the value stays the same is a consequence (rulecheck shows it), not an assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.meaning import Meaning, Value, merge
+from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.types import ROW_DIMS, Type
+
+
+def outer_blocks(plan: Plan, factors: Axes, held: Axes, axes: Axes, dim: str) -> int:
+    """Into how many blocks that lie apart a row dim falls when `axes` move: the product of its factors outside them that
+    a rank holds whole. `held`: axes that shard the dim besides. RuleError V5 where a whole factor lies between `axes`."""
+    if dim not in ROW_DIMS:
+        return 1
+    missing = [a for a in axes if a not in factors]
+    if missing:
+        raise RuleError("V5", f"{dim} cannot be split over {missing} in this bucket")
+    at = [factors.index(a) for a in axes]
+    if at != sorted(at):
+        raise RuleError("V4", f"{list(axes)} move along {dim} in another order than its factors {list(factors)}")
+    whole = [a for a in factors if a not in held and a not in axes]
+    between = [a for a in whole if at[0] < factors.index(a) < at[-1]]
+    if between:
+        raise RuleError("V5", f"{list(axes)} do not move together along {dim}: {between} lies whole between them")
+    return plan.mesh.size([a for a in whole if factors.index(a) < at[0]])
+
+
+def collective(op: str, xs: Sequence[Value], before: Type, axes: Axes, dim: str, m: Meaning) -> list[Value]:
+    """The locals after redistribution `op` of `xs` : `before` over `axes` (and `dim`, where it has one)."""
+    out: list[Value] = [None] * len(xs)
+    held = tuple(a for a in before.dim(dim).axes if a not in axes) if dim else ()
+    outer = outer_blocks(m.plan, m.factors.get(dim, ()), held, axes, dim) if dim else 1
+    k = before.names.index(dim) if dim else 0
+    parts = m.mesh.size(axes)
+    for group in m.mesh.groups(axes):
+        mine = [xs[r] for r in group]
+        if op in ("all_reduce", "reduce_scatter"):
+            whole = merge(before.kind, mine)
+        for position, r in enumerate(group):
+            if op == "all_reduce":
+                last = set(axes) == set(before.pending)
+                out[r] = whole[0] if last and before.kind == "lse" else whole
+            elif op == "reduce_scatter":
+                out[r] = _each(whole, lambda x, i=position: _block(x, k, outer, parts, i))
+            elif op == "slice":
+                out[r] = _each(xs[r], lambda x, i=position: _block(x, k, outer, parts, i))
+            elif op == "all_gather":
+                out[r] = _join(mine, k, outer)
+            elif op == "keep_first":
+                out[r] = xs[r] if position == 0 else torch.zeros_like(xs[r])
+            else:
+                raise RuleError("V1", f"{op!r} is no redistribution")
+    return out
+
+
+def _each(x: Value, fn: Callable[[Tensor], Tensor]) -> Value:
+    return tuple(map(fn, x)) if isinstance(x, tuple) else fn(x)
+
+
+def _block(x: Tensor, k: int, outer: int, parts: int, i: int) -> Tensor:
+    """Block i of `parts` of dim k, within each of its `outer` blocks."""
+    split = x.unflatten(k, (outer, parts, -1))
+    return split.select(k + 1, i).flatten(k, k + 1).clone()
+
+
+def _join(xs: Sequence[Value], k: int, outer: int) -> Value:
+    if isinstance(xs[0], tuple):
+        return tuple(_join(part, k, outer) for part in zip(*xs))
+    return torch.stack([x.unflatten(k, (outer, -1)) for x in xs], k + 1).flatten(k, k + 2)
