@@ -1,4 +1,4 @@
-"""Verifies and times the Triton kernels on one GPU: `python benchmarks/gpu/kernels.py --json FILE [--seconds 460]`.
+"""Verifies and times the Triton kernels on one GPU: `python -m benchmarks.gpu.kernels --json FILE [--seconds 460]`.
 
 Verification: each kernel against the op's reference at full and edge sizes, with NaN around every input, in every free
 cache slot and in the output; twice, for the same bits; beyond 2^31 elements; and replays of one captured graph over
@@ -6,7 +6,7 @@ changing lengths. Timing: calls in a captured graph, medians of replays, each ca
 by, so that nothing large is met again in L2; the rate is set against a device copy of the same run. A call's time has
 its share of the graph's launch gaps in it, as in a decode step.
 
-Needs torch and triton and the repository on PYTHONPATH. A failure is printed and the rest goes on; exit code 1 then.
+Needs torch and triton; run it from the repository's root. A failure is printed and the rest goes on; exit code 1 then.
 """
 
 # ruff: noqa: B023 (a case runs in the turn of the loop that makes it)
@@ -29,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.gpu.fused import verify_fused
 from tokenspeed import kernels as K
 from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.attention import triton as attention
@@ -761,7 +762,8 @@ def main() -> int:
     print(run.data["machine"], flush=True)
     parts: list[tuple[str, Callable[[Run], None]]] = []
     if args.only != "bench":
-        parts += [("attention", verify_attention), ("linear", verify_linear), ("sampling", verify_sampling),
+        parts += [("fused bf16", lambda r: verify_fused(r, BF16)), ("fused f32", lambda r: verify_fused(r, F32)),
+                  ("attention", verify_attention), ("linear", verify_linear), ("sampling", verify_sampling),
                   ("rows bf16", lambda r: verify_rows(r, BF16)), ("rows f32", lambda r: verify_rows(r, F32)),
                   ("large", verify_large)]  # fmt: skip
     if args.only != "verify":

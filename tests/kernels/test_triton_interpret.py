@@ -1,4 +1,5 @@
-"""Runs triton_cases.py under Triton's interpreter, in a process of its own: the choice between interpreter and compiler
+"""Runs triton_cases.py and triton_fused_cases.py under Triton's interpreter, in a process of
+its own: the choice between interpreter and compiler
 is made when Triton is imported, and test_triton_compile.py needs the other."""
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ pytest.importorskip("triton")
 
 
 def test_kernels_against_references_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels/triton_cases.py"]
+    cases = [f"tests/kernels/{name}.py" for name in ("triton_cases", "triton_fused_cases")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

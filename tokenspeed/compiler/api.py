@@ -137,8 +137,19 @@ def compile_model(
 def _bind(result: Result, device: str, objective: Any) -> dict[str, str]:
     """Pass 10: kernel name by request key, for every node of every program."""
     out: dict[str, str] = {}
+
+    def bound(op: str, signature: dict[str, str], facts: dict[str, int]) -> bool:
+        """Whether a kernel that is more than the reference runs a fused op; chosen here, once."""
+        key = key_of(op, signature, facts)
+        if key not in out:
+            chosen = select(op, signature=signature, traits=facts, device=device, objective=objective)
+            if chosen.solution == "reference":
+                return False
+            out[key] = chosen.name
+        return True
+
     for p in result.programs.values():
-        for op, signature, facts in kernel_nodes(p):
+        for op, signature, facts in kernel_nodes(p, bound):
             key = key_of(op, signature, facts)
             if key not in out:
                 out[key] = select(op, signature=signature, traits=facts, device=device, objective=objective).name

@@ -7,10 +7,10 @@ with that key, and the loader finds it again from the program text alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from tokenspeed.compiler.fuse import CALLS, fuse
 from tokenspeed.ir.graph import Node, Param, Program, param_type
-from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
@@ -46,12 +46,12 @@ def request_of(
     caches = [t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "cache"]
     if caches:
         signature["cache"] = format_name(caches[0].dtype)
-    if outs and node.op not in ("argmax", "sample"):
+    if outs and node.op not in ("argmax", "gumbel_argmax", "sample"):
         signature["out"] = format_name(outs[0].dtype)
     facts = {"tokens": rows_of(x, p)}
     if node.op == "attend":
         facts["head_dim"] = p.sizes[x.dims[-1].name]
-    if node.op == "linear":
+    if node.op in ("linear", "linear_silu_mul"):
         n_in = len(node.attrs["in_dims"])
         facts["k"] = math.prod(_local(d, p) for d in x.dims[len(x.dims) - n_in :])
     return kernel_op(node, x), signature, facts
@@ -75,12 +75,14 @@ def key_of(op: str, signature: dict[str, str], facts: dict[str, int]) -> str:
     )
 
 
-def kernel_nodes(p: Program) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
-    """The request of every node that runs a kernel, leaves once."""
-    for nodes, types, params in [
-        (p.nodes, p.types, p.params),
-        *((f.nodes, f.types, f.params) for f in p.leaves.values()),
+def kernel_nodes(
+    p: Program, bound: Callable[[str, dict[str, str], dict[str, int]], bool]
+) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
+    """The request of every call that runs a kernel, leaves once; `bound` says whether a fused one has a kernel."""
+    for nodes, types, params, kept in [
+        (p.nodes, p.types, p.params, p.results),
+        *((f.nodes, f.types, f.params, f.outputs) for f in p.leaves.values()),
     ]:
-        for n in nodes:
-            if n.op != "call" and n.op not in NO_KERNEL and not OPS[n.op].alias:
+        for n in fuse(nodes, kept, lambda n, t=types, q=params: bound(*request_of(n, t, q, p))):
+            if n.op != "call" and n.op not in NO_KERNEL and not CALLS[n.op].alias:
                 yield request_of(n, types, params, p)

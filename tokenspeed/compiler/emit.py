@@ -8,7 +8,7 @@ kernel with an explicit `out`. This module needs the program text and the regist
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from tokenspeed.compiler.binding import NO_KERNEL, key_of, request_of
+from tokenspeed.compiler.fuse import CALLS, fuse
 from tokenspeed.compiler.memory import Buffer, plan_memory
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
-from tokenspeed.ir.ops import OPS, Local, Redistribute
+from tokenspeed.ir.ops import Local, Redistribute
 from tokenspeed.ir.types import ROW_DIMS, Type
 from tokenspeed.kernels.capture import Replay, record
 
 DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
 }  # fmt: skip
+ARGMAX = ("argmax", "gumbel_argmax")  # their result is a pair: the value beside the index
 
 
 @dataclass
@@ -36,9 +38,9 @@ class Runtime:
     params: Mapping[str, Any]  # local parameters by absolute name (tables, weights), `name:segment` (caches, state)
     ports: Mapping[str, Tensor]  # local static inputs with at least the bucket's rows
     kernel: Callable[[str], Any]  # request key -> KernelSpec
+    bound: Callable[[str], bool]  # whether a kernel was bound to a request key
     group: Callable[[tuple[str, ...]], Any]  # axes -> process group of this rank
     arena: Callable[[int], Tensor]  # bytes -> a uint8 tensor shared by all programs of this rank
-    device: str = "cpu"
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Emitted:
     replay: Replay
     results: list[Tensor]
     peak_bytes: int
+    kernels: list[str]  # request keys of its calls
 
 
 @dataclass
@@ -111,7 +114,7 @@ class _Emitter:
     # ---- flattening ----
 
     def flatten(self) -> None:
-        for n in self.p.nodes:
+        for n in self._fused(self.p.nodes, self.p.types, self.p.params, self.p.results):
             if n.op != "call":
                 self._add(n, self.p.types, self.p.params, "", {v: v for v in (*n.inputs, *n.outputs)})
                 continue
@@ -119,16 +122,21 @@ class _Emitter:
             path = n.attrs["path"]
             env = dict(zip(leaf.inputs, n.inputs))
             final = dict(zip(leaf.outputs, n.outputs))
-            for inner in leaf.nodes:
+            for inner in self._fused(leaf.nodes, leaf.types, leaf.params, leaf.outputs):
                 for o in inner.outputs:
                     env[o] = final.get(o, f"{path}/{o}")
                 self._add(inner, leaf.types, leaf.params, path, env)
+
+    def _fused(
+        self, nodes: Sequence[Node], types: dict[str, Type], params: dict[str, Param], kept: Sequence[str]
+    ) -> list[Node]:
+        return fuse(nodes, kept, lambda n: self.rt.bound(key_of(*request_of(n, types, params, self.p))))
 
     def _add(self, n: Node, types: dict[str, Type], params: dict[str, Param], path: str, env: dict[str, str]) -> None:
         ins = [param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs]
         outs = [types[o] for o in n.outputs]
         inputs = [i if i.startswith("@") else env[i] for i in n.inputs]
-        request = ("", {}, {}) if n.op in NO_KERNEL or OPS[n.op].alias else request_of(n, types, params, self.p)
+        request = ("", {}, {}) if n.op in NO_KERNEL or CALLS[n.op].alias else request_of(n, types, params, self.p)
         self.flat.append(_Flat(n, ins, outs, inputs, [env[o] for o in n.outputs], path, params, request))
 
     # ---- placing values ----
@@ -171,7 +179,7 @@ class _Emitter:
         return _View(shape, dtype, len(self.storages) - 1)
 
     def _place(self, i: int, f: _Flat, last: dict[str, int]) -> None:
-        op = OPS[f.node.op]
+        op = CALLS[f.node.op]
         shapes = [(self.local(t), DTYPES[t.dtype]) for t in f.outs]
         if op.alias:
             self.values[f.outputs[0]] = self.values[f.inputs[0]]
@@ -190,7 +198,7 @@ class _Emitter:
                 self.values[name] = _View(shape, dtype, whole.storage, stride, start)
                 start += width
             self.values[f"{f.outputs[0]}@whole"] = whole
-        elif f.node.op == "argmax" or f.request[0] == "all_reduce_argmax":
+        elif f.node.op in ARGMAX or f.request[0] == "all_reduce_argmax":
             value = self._new(i, shapes[0][0], torch.float32)
             self.values[f.outputs[0]] = self._new(i, *shapes[0])
             self.pairs[f.outputs[0]] = name = f.outputs[0] + "@value"
@@ -262,7 +270,7 @@ class _Emitter:
                     source, target = self._blocks(f.blocks, a, b)
                     graph.call_function(_COPY.fn, (constant(source),), {"out": constant(target)})
                     calls.append((_COPY, [source], {"out": target}))
-            if OPS[f.node.op].alias or f.node.op in NO_KERNEL:
+            if CALLS[f.node.op].alias or f.node.op in NO_KERNEL:
                 continue
             spec = self.rt.kernel(key_of(*f.request))
             args, out, attrs = self._call(f, spec)
@@ -276,7 +284,8 @@ class _Emitter:
             calls.append((spec, args, attrs if out is None else attrs | {"out": out}))
         graph.output(())
         module = fx.GraphModule(root, graph, class_name=f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}")
-        return Emitted(module, record(calls), [self._tensor(r) for r in self.results], self.peak)
+        keys = sorted({key_of(*f.request) for f in self.flat if f.request[0]})
+        return Emitted(module, record(calls), [self._tensor(r) for r in self.results], self.peak, keys)
 
     def _blocks(self, blocks: tuple[int, int, int], source: str, target: str) -> tuple[Tensor, Tensor]:
         """Source and target views [outer, rows, ...] of a slice whose rows lie apart in the operand."""
@@ -304,13 +313,17 @@ class _Emitter:
             weight = spec.pack(self._param(f, f.inputs[1].partition(":")[0]))
             bias = self._param(f, f.inputs[-1].partition(":")[0]) if n.attrs["bias"] else None
             return [x, weight, bias], self._tensor(f"{f.outputs[0]}@whole"), {}
+        if n.op == "linear_silu_mul":
+            x = self._tensor(f.inputs[0])
+            weight = spec.pack(self._param(f, f.inputs[1].partition(":")[0]))
+            return [x.flatten(1), weight], self._tensor(f.outputs[0]).flatten(1), {}
         args: list[Any] = [self._param(f, i) if i.startswith("@") else self._tensor(i) for i in f.inputs]
         if n.op == "lookup":
             args[1] = spec.pack(args[1])
-        if isinstance(OPS[n.op], Redistribute):
+        if isinstance(CALLS[n.op], Redistribute):
             return self._comm(f, args)
-        attrs = OPS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
-        if n.op == "argmax":
+        attrs = CALLS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
+        if n.op in ARGMAX:
             return args, (self._tensor(self.pairs[f.outputs[0]]), self._tensor(f.outputs[0])), attrs
         outs = [self._tensor(o) for o in f.outputs]
         return args, (None if not outs else outs[0] if len(outs) == 1 else tuple(outs)), attrs
@@ -319,7 +332,7 @@ class _Emitter:
         n, before = f.node, f.ins[0]
         out = self._tensor(f.outputs[0])
         if n.op == "keep_first":
-            return args, out, OPS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
+            return args, out, CALLS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
         axes = tuple(n.attrs["axes"])
         attrs: dict[str, Any] = {"group": self.rt.group(axes)}
         if f.request[0] == "all_reduce_argmax":

@@ -47,6 +47,17 @@ class WeightMap:
     logical: Mapping[str, int]
     entries: tuple[Entry, ...]
 
+    def distinct(self) -> list[Entry]:
+        """One entry of each group that shares its data (a tied head and the embedding are one)."""
+        return list({(e.kind, e.segments, str(e.attrs)): e for e in self.entries}.values())
+
+    def local_bytes(self, e: Entry, rank: int) -> int:
+        """Bytes a rank holds of a parameter of plain numbers; of a rope table, its float32 positions by dim."""
+        if e.kind == "rope":
+            attrs = e.attrs or {}
+            return 4 * int(attrs["positions"]) * int(attrs["dim"])
+        return sum(math.prod(self.matrix_pieces(s, rank)[2]) * DTYPE_BYTES.get(s.type.dtype, 0) for s in e.segments)
+
     @property
     def quantised(self) -> list[str]:
         """The block formats that weights are kept in, ascending; none where all are plain numbers."""

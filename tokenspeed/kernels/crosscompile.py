@@ -39,6 +39,7 @@ TARGETS: dict[str, GPUTarget] = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+DEPENDENT = ("sm_90", "sm_100")  # targets with programmatic dependent launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def variant_of(launch: Launch, use: str) -> Variant:
     attrs: dict[tuple[int], list[list[Any]]] = {}
     given = iter(launch.args)
     for at, param in enumerate(launch.kernel.params):
-        value = launch.meta[param.name] if param.name in launch.meta else next(given)
+        value = launch.meta[param.name] if param.name in launch.meta else False if param.name == "PDL" else next(given)
         if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, Tensor):
@@ -209,14 +210,19 @@ def variants(
 def compile_for(variant: Variant, target: str) -> Report:
     """Compiles one variant; Triton's or the assembler's error passes through."""
     meta = variant.launch.meta
-    options = {name: meta[name] for name in ("num_warps", "num_stages") if name in meta}
-    source = ASTSource(variant.launch.kernel, variant.signature, variant.constants, variant.attrs)
+    options: dict[str, Any] = {name: meta[name] for name in ("num_warps", "num_stages") if name in meta}
+    constants = dict(variant.constants)
+    if "PDL" in constants:  # what `launch` decides from the device
+        constants["PDL"] = target in DEPENDENT
+        if constants["PDL"]:
+            options["launch_pdl"] = True
+    source = ASTSource(variant.launch.kernel, variant.signature, constants, variant.attrs)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = _amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _nvidia(compiled.asm["cubin"])
     metadata: Any = compiled.metadata
     return Report(
         variant.launch.kernel.__name__, variant.use, target, registers, metadata.shared, spilled, metadata.num_warps,
-        metadata.num_stages, variant.constants,
+        metadata.num_stages, constants,
     )  # fmt: skip
 
 

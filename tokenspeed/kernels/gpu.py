@@ -37,7 +37,9 @@ TRITON: dict[str, tuple[str, tuple[str, ...]]] = {
     "mul": ("pointwise.triton", ()),
     "scale": ("pointwise.triton", ()),
     "append": ("attention.triton", ()),
-    "attend": ("attention.triton", ()),
+    "attend": ("attention.triton", ("attention.decode", "attention.softmax")),
+    "rope_append": ("attention.rope_append", ()),
+    "norm_rope_append": ("attention.rope_append", ()),
     "select_rows": ("rows.triton", ("embedding.triton",)),
     "fill": ("rows.triton", ()),
     "temper": ("sampling.triton", ()),
@@ -63,9 +65,9 @@ def late(module: str, name: str) -> Callable[..., None]:
 
 
 def source_hash(*modules: str) -> str:
-    """16 hex digits that change with the text of `modules` (names below this package) and of launch.py."""
+    """16 hex digits that change with the text of `modules` (names below this package) and of what all share."""
     digest = hashlib.sha256()
-    for module in ("launch", *modules):
+    for module in ("launch", "dependent", *modules):
         digest.update((ROOT / f"{module.replace('.', '/')}.py").read_bytes())
     return digest.hexdigest()[:16]
 
@@ -101,10 +103,15 @@ def register(registry: Registry) -> None:
         pack=dense, summary="torch.mm into the output, float32 sums",
     )  # fmt: skip
     _add(
-        registry, "triton.linear", "linear", "triton", "gemm.triton", ("attention.triton",),
+        registry, "triton.linear", "linear", "triton", "gemm.triton", ("attention.softmax",),
         ({"x": frozenset({"bfloat16"}), "w": frozenset({"bfloat16"}), "out": DENSE},),
         pack=dense, priority=Priority.PERFORMANT + 1, traits={"tokens": at_most(64)},
         summary="few rows: the weight streamed once, parts of K",
+    )  # fmt: skip
+    _add(
+        registry, "triton.linear_silu_mul", "linear_silu_mul", "triton", "gemm.triton", ("attention.softmax",),
+        ({"x": frozenset({"bfloat16"}), "w": frozenset({"bfloat16"}), "out": frozenset({"bfloat16"})},),
+        pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
     )  # fmt: skip
 
 

@@ -3,6 +3,9 @@ at a given shape can be recorded without a device (`recording`) and compiled for
 device memory that kernels need beyond their arguments, from buffers that never move, so a captured graph may hold them.
 
 Scratch is shared by all kernels of a device: they must run in one stream, as a step does.
+
+A kernel with a constant `PDL` takes part in programmatic dependent launch where the device has it: its blocks may start
+while the kernel before it still runs, and every one of them waits (dependent.py) before it touches what that one wrote.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Launch:
 
 
 _record: list[Launch] | None = None
+dependent_launch = True  # off only to measure what it brings
 
 
 @contextmanager
@@ -48,7 +52,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if _record is not None:
         _record.append(Launch(kernel, grid, args, meta))
         return
+    if "PDL" in kernel.arg_names:
+        meta["PDL"] = overlaps(args[0].device)
+        if meta["PDL"]:
+            meta["launch_pdl"] = True
     kernel[grid](*args, **meta)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels of `device` may start before their predecessor has ended (compute capability 9 and newer)."""
+    return dependent_launch and device.type == "cuda" and _capability(device) >= 9
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache

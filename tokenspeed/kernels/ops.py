@@ -35,6 +35,7 @@ OPS: dict[str, Op] = {
     for op in (
         Op("lookup", "embedding", "lookup", ("w", "out")),
         Op("linear", "gemm", "linear", ("x", "w", "out")),
+        Op("linear_silu_mul", "gemm", "silu_mul", ("x", "w", "out")),
         Op("rms_norm", "norm", "rms", ("x", "w", "out")),
         Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
         Op("rope", "rope", "neox", ("x", "out")),
@@ -45,6 +46,8 @@ OPS: dict[str, Op] = {
         Op("scale", "pointwise", "scale", ("x", "out")),
         Op("cross", "pointwise", "cross", ("x", "out")),
         Op("append", "attention", "append", ("x", "cache")),
+        Op("rope_append", "attention", "rope_append", ("x", "out", "cache")),
+        Op("norm_rope_append", "attention", "norm_rope_append", ("x", "w", "out", "cache")),
         Op("attend", "attention", "paged", ("x", "cache", "out")),
         Op("select_rows", "rows", "select", ("x", "out")),
         Op("fill", "rows", "fill", ("x", "out")),

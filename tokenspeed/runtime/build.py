@@ -22,6 +22,7 @@ from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
 log = logging.getLogger(__name__)
+CPU_FRACTION, GPU_FRACTION = 0.3, 0.92  # of the free memory, where memory_fraction is 0
 
 
 @dataclass
@@ -58,7 +59,8 @@ def build_engine(config: EngineConfig) -> Built:
     dp = artifact.plan.mesh.size(artifact.plan.home)
     max_rows = max(s for _, s in buckets)
     token_bytes = cache_bytes_per_token(artifact.program(m["variants"][0], buckets[0][0]))
-    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows)
+    taken = 0 if m["device"] == "cpu" else _gpu_bytes(artifact, max_rows)
+    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows, taken)
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
@@ -71,7 +73,7 @@ def build_engine(config: EngineConfig) -> Built:
     top_t = max(t for t, _ in buckets)
     slot_bytes = 4096 + 4 * dp * (4 * top_t + max_rows * (-(-length // config.page_size) + 16))
     try:
-        started = Ranks(rank, ranks, slot_bytes, bar())
+        started = Ranks(rank, ranks, slot_bytes, bar(), config.overlap_depth > 0)
     except WorkerError as e:
         raise StartupError(str(e)) from None
     vocab = int(m["logical"]["v"])
@@ -114,18 +116,36 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
 
 
-def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int) -> int:
-    """Pages a home group: what `memory_fraction` of the free memory holds on every rank, at most what can be used."""
-    free = free_memory()
-    budget = free * config.memory_fraction / ranks
+def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int, taken: int) -> int:
+    """Pages a home group: what `memory_fraction` of the free memory holds on every rank, at most what can be used.
+
+    On a GPU the fraction is of its free memory, and what weights and buffers take (`taken` bytes) comes off it.
+    """
+    if taken:
+        import torch
+
+        free, fraction = torch.cuda.mem_get_info()[0], config.memory_fraction or GPU_FRACTION
+    else:
+        free, fraction = free_memory(), config.memory_fraction or CPU_FRACTION
+    budget = max(free * fraction / ranks - taken, 0)
     pages = int(budget // (token_bytes * config.page_size))
     useful = max_rows * (-(-length // config.page_size) + 1)
     if pages < 2:
         raise StartupError(
-            f"no room for a KV cache: {config.memory_fraction:.0%} of {free / 2**20:.0f} MiB free memory is "
+            f"no room for a KV cache: {fraction:.0%} of {free / 2**20:.0f} MiB free memory is "
             f"{budget / 2**20:.0f} MiB a rank, one page of {config.page_size} tokens takes {token_bytes * config.page_size / 2**20:.1f} MiB"
         )
     return min(pages, useful)
+
+
+def _gpu_bytes(artifact: Artifact, max_rows: int) -> int:
+    """Bytes of a GPU that are not for KV pages: weights, the full sampler's state, and room for arena, scratch and graphs."""
+    weights = sum(artifact.weights.local_bytes(e, 0) for e in artifact.weights.distinct())
+    top = max(t for t, _ in artifact.buckets)
+    sizes = artifact.manifest["sizes"]
+    state = 9 * max_rows * sizes["v"] if "full" in artifact.manifest["variants"] else 0
+    arena = 4 * max_rows * sizes["v"] + 16 * top * (sizes["h"] + sizes.get("f", 0))
+    return weights + state + arena + (1 << 30)
 
 
 def free_memory() -> int:

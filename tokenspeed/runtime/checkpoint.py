@@ -123,7 +123,11 @@ class SafetensorsCheckpoint:
 
 
 class DummyCheckpoint:
-    """Random weights of a configuration, equal for equal names and seed: for benchmarks and tests without files."""
+    """Random weights of a configuration, equal for equal names, seed and device: for benchmarks and tests without files.
+
+    `device` is where they are made (a GPU makes its own much faster)."""
+
+    device = "cpu"
 
     def __init__(self, config: dict[str, Any], seed: int = 0, origin: str = "") -> None:
         self.config, self.seed, self.origin = config, seed, origin
@@ -132,12 +136,12 @@ class DummyCheckpoint:
         return "float32"
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
-        g = torch.Generator().manual_seed(
+        g = torch.Generator(self.device).manual_seed(
             (self.seed * 1000003 + sum(ord(c) * 31 ** (i % 7) for i, c in enumerate(name))) % 2**63
         )
         if shape[1] == 1:
             return torch.ones(rows[1] - rows[0], 1)
-        return (torch.randn(shape, generator=g) / shape[1] ** 0.5)[rows[0] : rows[1]]
+        return (torch.randn(shape, generator=g, device=self.device) / shape[1] ** 0.5)[rows[0] : rows[1]]
 
     def note(self) -> dict[str, Any]:
         return {"form": "dummy", "seed": self.seed, "config": self.config, "path": self.origin}

@@ -60,13 +60,14 @@ def compile_options(config: EngineConfig, progress: Progress = silent, calibrati
 
     checkpoint, family = open_model(config)
     context_length(config, checkpoint)  # refused here as it will be where the artifact is served
-    dtype, cache, stored, objective = choose_dtypes(config, checkpoint)
+    device = device_of(config)
+    dtype, cache, stored, objective = choose_dtypes(config, checkpoint, device)
     mesh = config.mesh or (f"tp={config.tensor_parallel_size}" if config.tensor_parallel_size > 1 else "")
     return compile_model(
         family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
         buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
         stored=stored, checkpoint=checkpoint.note(), progress=progress, calibration=calibration,
-        objective=objective,
+        objective=objective, device=device,
     )  # fmt: skip
 
 
@@ -103,23 +104,42 @@ def load_class(file: Path, name: str) -> Any:
     return getattr(module, name)
 
 
-def choose_dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, str, Callable[[str], str | None], str]:
+def device_of(config: EngineConfig) -> str:
+    """The target to compile for: cpu, or cuda:<architecture>. StartupError for a GPU that is asked for and not here."""
+    if config.device == "cpu" or ":" in config.device:
+        return config.device
+    import torch
+
+    if not torch.cuda.is_available():
+        if config.device == "auto":
+            return "cpu"
+        raise StartupError(
+            "device=cuda, and this process sees no GPU; use cpu, or cuda:90 to compile for an H100 or H200"
+        )
+    from tokenspeed.kernels.target import target_of
+
+    return f"cuda:{target_of('cuda').arch}"
+
+
+def choose_dtypes(
+    config: EngineConfig, checkpoint: Checkpoint, device: str
+) -> tuple[str, str, Callable[[str], str | None], str]:
     """(stream dtype, KV dtype, formats of stored tensors that are kept, objective of kernel selection).
 
     `auto` keeps a quantised checkpoint's formats, multiplies them with activations rounded to int8 where that is faster
     (objective latency), and keeps the stream in float32 and the cache in bfloat16; otherwise it follows torch_dtype.
-    A named dtype dequantises.
+    A named dtype dequantises; so does a GPU, to bfloat16.
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
     declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix(
         "torch."
     )
-    keep = quantised and config.dtype == "auto"
+    keep = quantised and config.dtype == "auto" and device == "cpu"
     if config.dtype != "auto":
         dtype = config.dtype
     else:
-        dtype = "float32" if quantised or declared == "float32" else "bfloat16"
+        dtype = "float32" if keep or (declared == "float32" and not quantised) else "bfloat16"
     auto_cache = "bfloat16" if keep else dtype
     cache = auto_cache if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return dtype, cache, checkpoint.stored if keep else (lambda _: None), "latency" if keep else "default"

@@ -37,6 +37,12 @@ def _model_len(value: int) -> str | None:
     return None if value == 0 or value >= 2 else "must be 0 (the model's own limit), or 2 and more (prompt and output)"
 
 
+def _device(value: str) -> str | None:
+    return (
+        None if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) else "must be auto, cpu, cuda or cuda:ARCH, as in cuda:90"
+    )
+
+
 def _fraction(value: float) -> str | None:
     return None if 0.0 < value <= 1.0 else "must lie in (0, 1]"
 
@@ -65,6 +71,12 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16"),
         help="Storage of keys and values; auto: as dtype, bfloat16 for a quantised model",
     )
+    device: str = option(
+        "auto",
+        check=_device,
+        help="Where it runs: cpu, cuda, or to compile for a GPU that is not here cuda:90 (sm_90); "
+        "auto: the GPU if there is one",
+    )
     mesh: str = option("", check=_mesh, help="Ranks by axis, as in `tp=2,dp=1`")
     axes: str = option("", check=_axes, help="Logical axes on mesh axes, as in `mlp=tp,vp=tp`")
     tensor_parallel_size: int = option(1, check=at_least(1), aliases=("-tp",), help="Shorthand for `--mesh tp=N`")
@@ -87,7 +99,10 @@ class EngineConfig:
     page_size: int = option(16, check=at_least(1), help="Tokens in a page of the KV cache")
     num_pages: int = option(0, check=at_least(0), help="Pages of the KV cache; 0: as many as memory_fraction holds")
     memory_fraction: float = option(
-        0.3, check=_fraction, aliases=("--gpu-memory-utilization",), help="Share of the free memory the KV cache takes"
+        0.0,
+        check=lambda value: _fraction(value) if value else None,
+        aliases=("--gpu-memory-utilization",),
+        help="Share of the free memory to take: on CPU for the KV cache, on a GPU in all. 0: 0.3 on CPU, 0.92 on a GPU",
     )
     enable_prefix_caching: bool = option(True, help="Reuse the KV pages of a shared prompt prefix")
     overlap_depth: int = option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,22 +60,21 @@ class EngineLoop:
         self.ranks: Ranks = built.ranks
         self.table = SamplingTable(built.vocab_size)
         self.depth, self.inbox, self.outbox = depth, inbox, outbox
-        self.flying: deque[tuple[Any, Future[list[StepResult]]]] = deque()
+        self.flying: deque[tuple[Any, Callable[[], list[StepResult]]]] = deque()
         self.silent: set[int] = set()  # ended by the front: no more deltas
         self.announced: set[int] = set()  # whose cached tokens were reported
         self.running = True
         self.reported = True  # whether the front has seen the scheduler as it stands
 
     def run(self) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenspeed-step") as pool:
-            while self.running:
-                self._messages()
-                while self.running and len(self.flying) <= self.depth and self._launch(pool):
-                    pass
-                if self.flying:
-                    self._collect()
-            while self.flying:
+        while self.running:
+            self._messages()
+            while self.running and len(self.flying) <= self.depth and self._launch():
+                pass
+            if self.flying:
                 self._collect()
+        while self.flying:
+            self._collect()
 
     # ---- messages ----
 
@@ -148,23 +147,17 @@ class EngineLoop:
 
     # ---- steps ----
 
-    def _launch(self, pool: ThreadPoolExecutor) -> bool:
+    def _launch(self) -> bool:
         plan = self.scheduler.next_plan()
         if plan is None:
             return False
         params, variant, ops = self.table.rows(plan)
-        step = self.ranks.publish(plan, params, variant, ops)
-        if self.depth == 0:
-            future: Future[list[StepResult]] = Future()
-            future.set_result(self.ranks.execute(step))
-        else:
-            future = pool.submit(self.ranks.execute, step)
-        self.flying.append((plan, future))
+        self.flying.append((plan, self.ranks.launch(self.ranks.publish(plan, params, variant, ops))))
         return True
 
     def _collect(self) -> None:
-        plan, future = self.flying.popleft()
-        results = future.result()
+        plan, wait = self.flying.popleft()
+        results = wait()
         tokens = np.concatenate([r.tokens for r in results])
         outputs = self.scheduler.advance(plan.step, tokens)
         rows = (

@@ -1,4 +1,4 @@
-"""One rank's executor: static buffers, weights, KV cache, and the emitted program of each (variant, bucket).
+"""One rank's executor, on CPU: static buffers, weights, KV cache, and the emitted program of each (variant, bucket).
 
 Invariant: after `start`, a step copies its arrays into static port buffers and replays one graph; the graph writes KV,
 communicates and samples. Programs share one arena. The token last sampled for a request slot stays here, so that a step
@@ -7,7 +7,7 @@ can be launched before the previous one's tokens have been read back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
 from tokenspeed.ir.types import DTYPE_BYTES
 from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
+from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import Checkpoint
+from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.loader import load_weights
 from tokenspeed.runtime.progress import Progress
-
-DEVICE = "cpu"  # where this executor's buffers live
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,12 @@ class StepResult:
 def open_artifact(path: str) -> Artifact:
     """Loads an artifact and checks its compat key against this process."""
     a = load_artifact(Path(path))
-    a.check(compat_of(a.kernels, DEVICE))
+    wanted = a.manifest["device"]
+    if wanted != "cpu" and not torch.cuda.is_available():
+        raise StartupError(
+            f"{path} was compiled for {wanted} and this process sees no GPU; compile it with --device cpu"
+        )
+    a.check(compat_of(a.kernels, wanted if wanted == "cpu" else f"cuda:{target_of('cuda').arch}"))
     return a
 
 
@@ -101,7 +106,10 @@ def cache_bytes_per_token(p: Program) -> int:
 
 
 class Executor:
-    """See the module. Methods are called from one thread at a time."""
+    """See the module; on CPU. Methods are called from one thread at a time."""
+
+    asynchronous = False  # whether `launch` returns before the step has run
+    device = torch.device("cpu")
 
     def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
         self.config, self.artifact = config, artifact
@@ -117,28 +125,32 @@ class Executor:
             "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
         }  # fmt: skip
         self.params: dict[str, Any] = load_weights(
-            artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n)
+            artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device
         )
         self.ports = self._ports()
-        self.views = {name: port.numpy() for name, port in self.ports.items()}
-        self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
         self.state: list[Tensor] = []
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
-        for variant in artifact.manifest["variants"]:  # the largest programs size the arena for all
+        self._prepare(progress)
+
+    def _prepare(self, progress: Progress) -> None:
+        """What must exist before the first step: the largest programs, which size the arena for all, and the views."""
+        for variant in self.artifact.manifest["variants"]:
             self.program(variant, self.max_t)
+        self.views = {name: port.numpy() for name, port in self.ports.items()}
+        self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
 
     def _ports(self) -> dict[str, Tensor]:
         width = self.sizes["l"]
         extent = {"t": self.max_t, "s": self.max_s, "l": width, "p": PARAM_WORDS}
-        return {
-            name: torch.full(
-                [extent[d] for d in port["dims"]], 0 if name in ("params", "table") else -1, dtype=DTYPES[port["dtype"]]
-            )
-            for name, port in self.artifact.ports["inputs"].items()
-        }
+        out: dict[str, Tensor] = {}
+        for name, port in self.artifact.ports["inputs"].items():
+            empty = 0 if name in ("params", "table") else -1
+            shape = [extent[d] for d in port["dims"]]
+            out[name] = torch.full(shape, empty, dtype=DTYPES[port["dtype"]], device=self.device)
+        return out
 
     def program(self, variant: str, bucket: int) -> Emitted:
         """The emitted program, made on first use."""
@@ -149,15 +161,9 @@ class Executor:
                 if q.kind in ("cache", "state"):
                     self._allocate(p, q)
             runtime = Runtime(
-                self.rank,
-                self.sizes,
-                self.params,
-                self.ports,
-                self.kernel,
-                self.group,
-                self._arena,
-                self.artifact.manifest["device"],
-            )
+                self.rank, self.sizes, self.params, self.ports, self.kernel, self.artifact.kernels.__contains__,
+                self.group, self._arena,
+            )  # fmt: skip
             self.programs[key] = emit(p, runtime)
         return self.programs[key]
 
@@ -167,14 +173,17 @@ class Executor:
             name = f"{q.name}:{k}"
             if name not in self.params:
                 # not zeroed: no step reads a slot before it was written, nor state before its reset; pages stay unmapped
-                self.params[name] = memory.empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
+                self.params[name] = self._empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
 
     def _arena(self, nbytes: int) -> Tensor:
         if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
-            self.arena = memory.empty(nbytes, dtype=torch.uint8)
+            self.arena = self._empty(nbytes, dtype=torch.uint8)
         return self.arena
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return memory.empty(*shape, dtype=dtype)
 
     def group(self, axes: tuple[str, ...]) -> Any:
         if self.plan.mesh.ordered(axes) != axes:
@@ -183,12 +192,15 @@ class Executor:
             )
         return self.groups[axes]
 
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """Starts one step; the call of what it returns waits for its tokens. Steps are waited for in order."""
+        result = self.run(step)
+        return lambda: result
+
     def run(self, step: Step) -> StepResult:
         """Executes one step; returns when its tokens are known."""
         program = self.program(step.variant, step.bucket)
-        for op in step.ops:
-            if op.group == self.home:
-                self._apply(op)
+        self._change_state(step.ops)
         t, s, g = step.bucket, step.rows, self.home
         a = step.arrays
         mine_t, mine_s, into = slice(g * t, (g + 1) * t), slice(g * s, (g + 1) * s), self.views
@@ -216,25 +228,37 @@ class Executor:
             )
         return result
 
+    def _change_state(self, ops: Sequence[StateOp]) -> None:
+        for op in ops:
+            if op.group == self.home and self.state:
+                self._apply(op)
+
     def _apply(self, op: StateOp) -> None:
-        if not self.state:
-            return
         counts, seen, bias = self.state
         if op.reset:
             counts[op.slot].zero_()
             seen[op.slot].zero_()
             bias[op.slot].zero_()
         if op.seen:
-            seen[op.slot, torch.tensor(list(op.seen), dtype=torch.long)] = 1
+            seen[op.slot, torch.tensor(list(op.seen), dtype=torch.long, device=self.device)] = 1
         for token, n in op.counts.items():
             counts[op.slot, token] = n
         if op.bias is not None:
             row = bias[op.slot]
             row.fill_(0.0 if op.allowed is None else float("-inf"))
             if op.allowed is not None:
-                row[torch.tensor(list(op.allowed), dtype=torch.long)] = 0.0
+                row[torch.tensor(list(op.allowed), dtype=torch.long, device=self.device)] = 0.0
             for token, value in op.bias.items():
                 row[token] += value
+
+
+def make_executor(config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> Executor:
+    """The executor of the device that the artifact was compiled for."""
+    if artifact.manifest["device"] == "cpu":
+        return Executor(config, artifact, checkpoint, progress)
+    from tokenspeed.runtime.cuda_executor import CudaExecutor
+
+    return CudaExecutor(config, artifact, checkpoint, progress)
 
 
 def _groups(e: Executor) -> dict[tuple[str, ...], Any]:

@@ -25,22 +25,26 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_weights(
-    m: WeightMap, checkpoint: Checkpoint, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, Any]:
-    """Local parameters by name. CheckpointError names a missing tensor or a wrong shape."""
+    m: WeightMap, checkpoint: Checkpoint, rank: int, progress: Callable[[int, int], None] = lambda done, total: None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:  # fmt: skip
+    """Local parameters by name, on `device`. CheckpointError names a missing tensor or a wrong shape."""
     out: dict[str, Any] = {}
     shared: dict[object, Any] = {}
     for i, e in enumerate(m.entries):
         key = (e.kind, e.segments, str(e.attrs))
         if key not in shared:
-            shared[key] = rope_table(dict(e.attrs or {})) if e.kind == "rope" else _parameter(m, e, checkpoint, rank)
+            if e.kind == "rope":
+                shared[key] = rope_table(dict(e.attrs or {})).to(device)
+            else:
+                shared[key] = _parameter(m, e, checkpoint, rank, torch.device(device))
         out[e.name] = shared[key]
         progress(i + 1, len(m.entries))
     return out
 
 
-def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int) -> Any:
-    parts = [_segment(m, e, s, checkpoint, rank) for s in e.segments]
+def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device: torch.device) -> Any:
+    parts = [_segment(m, e, s, checkpoint, rank, device) for s in e.segments]
     first = parts[0]
     if isinstance(first, QuantWeight):
         return first if len(parts) == 1 else QuantWeight.cat([p for p in parts if isinstance(p, QuantWeight)])
@@ -49,7 +53,7 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int) -> Any
     return whole.flatten() if is_vector else whole
 
 
-def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int) -> Stored:
+def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device) -> Stored:
     source = next((n for n in s.sources if checkpoint.stored(n) is not None), None)
     if source is None:
         raise CheckpointError(
@@ -60,10 +64,10 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
     rows, cols, local = m.matrix_pieces(s, rank)
     fmt = s.type.dtype
     if not m.keeps(s.type, rank):
-        return torch.zeros(local, dtype=_DTYPES[fmt])
+        return torch.zeros(local, dtype=_DTYPES[fmt], device=device)
     if fmt in QUANTISED:
         return _quantised(m, s, source, checkpoint, rows, cols, local)
-    out = torch.zeros(local, dtype=_DTYPES[fmt])
+    out = torch.zeros(local, dtype=_DTYPES[fmt], device=device)
     for src, dst, n in rows:
         part = checkpoint.matrix(source, (src, src + n), m.shape(s))
         dense = part.dequantize(torch.float32) if isinstance(part, QuantWeight) else part

@@ -14,7 +14,8 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -27,7 +28,7 @@ from tokenspeed import _scheduler
 from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.checkpoint import checkpoint_of
 from tokenspeed.runtime.errors import EngineError
-from tokenspeed.runtime.executor import Executor, RankConfig, StateOp, Step, StepResult, open_artifact
+from tokenspeed.runtime.executor import Executor, RankConfig, StateOp, Step, StepResult, make_executor, open_artifact
 from tokenspeed.runtime.progress import Progress, silent
 
 SLOTS = 4  # of the ring; more than steps can be in flight
@@ -53,17 +54,22 @@ def set_threads(n: int) -> None:
 
 def start_executor(config: RankConfig, progress: Progress) -> Executor:
     set_threads(config.threads)
-    return Executor(config, open_artifact(config.artifact), checkpoint_of(config.weights), progress)
+    return make_executor(config, open_artifact(config.artifact), checkpoint_of(config.weights), progress)
 
 
 class Ranks:
-    """Runs steps on all ranks. `submit` sends a step out, `collect` returns the results of the oldest, by home group."""
+    """Runs steps on all ranks: `publish` sends a step to the workers, `launch` starts it here.
 
-    def __init__(self, config: RankConfig, ranks: int, slot_bytes: int, progress: Progress) -> None:
+    `overlap`: a launch returns before the step has run, also where the device does not work by itself.
+    """
+
+    def __init__(
+        self, config: RankConfig, ranks: int, slot_bytes: int, progress: Progress, overlap: bool = False
+    ) -> None:
         self.workers: list[tuple[Any, Any]] = []  # (process, our end of its pipe)
+        self.pool: ThreadPoolExecutor | None = None
         self.memory: SharedMemory | None = None
         self.sent = 0
-        self.waiting: deque[tuple[Step, Any]] = deque()
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         if ranks > 1:
             self.folder = tempfile.TemporaryDirectory(prefix="tokenspeed-")
@@ -80,6 +86,11 @@ class Ranks:
             if reason and not isinstance(e, WorkerError):
                 raise WorkerError(reason) from e
             raise
+        self.pool = (
+            ThreadPoolExecutor(1, thread_name_prefix="tokenspeed-step")
+            if overlap and not self.executor.asynchronous
+            else None
+        )
 
     def _spawn(self, config: RankConfig, ranks: int) -> None:
         assert self.memory
@@ -147,19 +158,33 @@ class Ranks:
                     raise WorkerError(self._worker_reason() or "a worker rank has gone") from None
         return step
 
-    def execute(self, step: Step) -> list[StepResult]:
-        """Runs a published step on this rank and gathers the other home groups' results, in group order."""
+    def launch(self, step: Step) -> Callable[[], list[StepResult]]:
+        """Starts a published step on this rank; the call of what it returns waits for the results of all home groups,
+        in group order. Steps are waited for in the order of their launch."""
+        if self.pool is not None:
+            return self.pool.submit(self._results, step, self.executor.run).result
+        pending = self._guarded(self.executor.launch, step)
+        if self.executor.asynchronous:
+            return lambda: self._results(step, lambda _: pending())
+        results = self._results(step, lambda _: pending())
+        return lambda: results
+
+    def _guarded(self, call: Callable[[Step], Any], step: Step) -> Any:
         try:
-            mine = self.executor.run(step)
+            return call(step)
         except Exception as e:
             reason = self._worker_reason()
             if reason:
                 raise WorkerError(reason) from e
             raise
-        others = self.leaders
+
+    def _results(self, step: Step, run: Callable[[Step], StepResult]) -> list[StepResult]:
+        mine, others = self._guarded(run, step), self.leaders
         return [mine if g == self.executor.home else self._receive(others[g])[1] for g in range(self.executor.dp)]
 
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
         for _, conn in self.workers:
             with contextlib.suppress(OSError):
                 conn.send_bytes(b"")

@@ -2,10 +2,10 @@
 length is read on the device, so a captured graph serves any batch of its bucket; a hole (row, position or slot -1) never
 touches the cache; results of one shape are the same bits from run to run.
 
-One kernel serves decode and prefill. A program takes one KV head, a tile of tokens of one request with the query heads
-of that KV head packed beside each other (GQA), and one part of the context. In a bucket with no more tokens than rows a
-tile is one token; otherwise `plan` lists the tiles first: blocks of the token axis, cut where the row changes. The parts
-of a tile leave float32 partial results; the last one to finish merges them in order and resets the tile's counter.
+A program takes one KV head, a tile of tokens of one request with the query heads of that KV head packed beside each other
+(GQA), and one part of the context. In a bucket with no more tokens than rows a tile is one token (decode.py); otherwise
+`plan` lists the tiles first: blocks of the token axis, cut where the row changes. The parts of a tile leave float32
+partial results; the last one to finish merges them in order and resets the tile's counter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.attention.decode import decode_part
+from tokenspeed.kernels.attention.softmax import span
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
 
 LOG2_E = 1.4426950408889634
 PARTIAL_BYTES = 128 << 20  # bound of the partial results of one call
 PLAN_BLOCK = 1024
+MERGE_ROWS = 32  # rows of partial results that a merge of decode holds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,9 @@ class Tiling:
 @triton.jit
 def copy_rows(
     k, k_token, k_head, v, v_token, v_head, slot, kcache, vcache, c_slot, c_head, slots, heads, width, blocks,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     head = (program % blocks) * HEADS + tl.arange(0, HEADS).to(tl.int64)
@@ -78,8 +83,9 @@ def append(k: Tensor, v: Tensor, slot: Tensor, kcache: Tensor, vcache: Tensor) -
 
 
 @triton.jit
-def plan(row, tiles, tokens, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def plan(row, tiles, tokens, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """tiles[0] = count, tiles[1..] = first token of each tile: where t % TILE is 0 or the row changes. One program."""
+    await_inputs(PDL)
     count = 0
     for base in range(0, tokens, BLOCK):
         t = base + tl.arange(0, BLOCK)
@@ -94,80 +100,24 @@ def plan(row, tiles, tokens, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, EXACT: tl.constexpr):
-    """a @ b accumulated in float32. EXACT: float32 products, of operands that keep the rounding of their dtype."""
-    if EXACT:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
-
-
-@triton.jit
-def span(
-    acc, total, most, q, place, keys, values, c_slot, table, start, end, length, factor,
-    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over positions start..end in steps of KEYS. MASKED: some may lie past a token's own position."""
-    column = tl.arange(0, WIDTH)
-    lane = tl.arange(0, KEYS)
-    # A step's pages are loaded a step ahead, so that the loads of keys and values wait for nothing and can be pipelined.
-    page = tl.load(table + (start + lane) // PAGE, mask=start + lane < end, other=0)
-    for base in range(start, end, KEYS):
-        at = base + lane
-        slot = page.to(tl.int64) * PAGE + at % PAGE
-        page = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
-        k_at = keys + slot[None, :] * c_slot + column[:, None]
-        v_at = values + slot[:, None] * c_slot + column[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=(at < length)[None, :] & (column < D)[:, None], other=0.0)
-        elif D < WIDTH:
-            k = tl.load(k_at, mask=(column < D)[:, None], other=0.0)
-        else:
-            k = tl.load(k_at)
-        scores = product(q, k.to(q.dtype), EXACT) * factor
-        if MASKED:
-            scores = tl.where(at[None, :] <= place[:, None], scores, float("-inf"))
-        peak = tl.maximum(most, tl.max(scores, axis=1))
-        if MASKED:  # a row without a visible key so far has peak -inf; keep -inf - -inf out
-            pivot = tl.where(peak == float("-inf"), 0.0, peak)
-        else:
-            pivot = peak
-        shrink = tl.exp2(most - pivot)
-        weights = tl.exp2(scores - pivot[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        if MASKED:
-            v = tl.load(v_at, mask=(at < length)[:, None] & (column < D)[None, :], other=0.0)
-        elif D < WIDTH:
-            v = tl.load(v_at, mask=(column < D)[None, :], other=0.0)
-        else:
-            v = tl.load(v_at)
-        acc = acc * shrink[:, None] + product(weights.to(q.dtype), v.to(q.dtype), EXACT)
-        most = peak
-    return acc, total, most
-
-
-@triton.jit
 def attend_tile(
     q, q_token, q_head, kcache, vcache, c_slot, c_head, pos, row, table, table_stride, out, out_token, out_head,
     partial, stats, counter, tiles, tokens, heads, factor,
     KV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
-    PLANNED: tl.constexpr, EXACT: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """KV heads of GROUP query heads, padded to PACK; a tile is ROWS // PACK tokens, or one where it is not PLANNED."""
+    """KV heads of GROUP query heads, padded to PACK; a tile is ROWS // PACK tokens."""
+    await_inputs(PDL)
     program = tl.program_id(0)
     head = program % KV
     part = (program // KV) % PARTS
     tile = program // (KV * PARTS)
-    if PLANNED:
-        count = tl.load(tiles)
-        if tile >= count:
-            return
-        first = tl.load(tiles + count - tile)  # from the last: later tokens of a prompt have the longest contexts
-        last = tl.minimum(first - first % (ROWS // PACK) + ROWS // PACK, tokens)
-    else:
-        first = tile
-        last = tile + 1
+    count = tl.load(tiles)
+    if tile >= count:
+        return
+    first = tl.load(tiles + count - tile)  # from the last: later tokens of a prompt have the longest contexts
+    last = tl.minimum(first - first % (ROWS // PACK) + ROWS // PACK, tokens)
     request = tl.load(row + first)
     lane = tl.arange(0, ROWS)
     token = first + lane // PACK
@@ -291,20 +241,37 @@ def attend(
     exact = q.dtype == torch.float32 or kcache.dtype == torch.float32 or q.device.type == "cpu"
     cut = tiling or tiling_of(t, rows, n, kv, d, exact, processors(q.device))
     planned = t > rows
-    tile = max(1, cut.rows // pack)
-    tiles = scratch(q.device, "attend tiles", t + 1, torch.int32) if planned else row
-    count = min(t, -(-t // tile) + 2 * rows + 1) if planned else t
-    if planned:
-        launch(plan, (1,), row, tiles, t, TILE=tile, BLOCK=PLAN_BLOCK, num_warps=8)
     if cut.parts > 1:
         partial = scratch(q.device, "attend partial", t * n * cut.parts * d, torch.float32)
         stats = scratch(q.device, "attend stats", t * n * cut.parts * 2, torch.float32)
         counter = scratch(q.device, "attend counter", t * kv, torch.int32)
     else:
         partial = stats = counter = row
+    shape = {
+        "KV": kv, "GROUP": n // kv, "PACK": pack, "D": d, "WIDTH": max(16, power_of_2(d)), "PAGE": page, "ROWS": cut.rows,
+        "KEYS": cut.keys, "PARTS": cut.parts, "LEAST": cut.least, "EXACT": exact, "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }  # fmt: skip
+    if not planned:
+        launch(
+            decode_part, (t * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
+            out, os[0], os[1], partial, stats, counter, n, scale * LOG2_E,
+            TOGETHER=max(1, MERGE_ROWS // pack), WIDE=power_of_2(cut.parts), EARLY=_aligned_row(kcache, vcache), **shape,
+        )  # fmt: skip
+        return
+    tile = max(1, cut.rows // pack)
+    tiles = scratch(q.device, "attend tiles", t + 1, torch.int32)
+    count = min(t, -(-t // tile) + 2 * rows + 1)
+    launch(plan, (1,), row, tiles, t, TILE=tile, BLOCK=PLAN_BLOCK, num_warps=8)
     launch(
         attend_tile, (count * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
-        out, os[0], os[1], partial, stats, counter, tiles, t, n, scale * LOG2_E,
-        KV=kv, GROUP=n // kv, PACK=pack, D=d, WIDTH=max(16, power_of_2(d)), PAGE=page, ROWS=cut.rows, KEYS=cut.keys,
-        PARTS=cut.parts, LEAST=cut.least, PLANNED=planned, EXACT=exact, num_warps=cut.warps, num_stages=cut.stages,
+        out, os[0], os[1], partial, stats, counter, tiles, t, n, scale * LOG2_E, **shape,
     )  # fmt: skip
+
+
+def _aligned_row(*caches: Tensor) -> int:
+    """Bytes of one head's row of the caches where every row starts and ends on 16 bytes, else 0."""
+    size = caches[0].element_size()
+    parts = [caches[0].shape[2] * size, *(s * size for c in caches for s in c.stride()[:2])]
+    addresses = [c.data_ptr() for c in caches if c.device.type == "cuda"]
+    return parts[0] if all(x % 16 == 0 for x in (*parts, *addresses)) else 0

@@ -9,11 +9,25 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2
 
 
 @triton.jit
-def gather_rows(idx, source, source_stride, out, out_stride, rows, offset, width, blocks, BLOCK: tl.constexpr):
+def gather_rows(
+    idx,
+    source,
+    source_stride,
+    out,
+    out_stride,
+    rows,
+    offset,
+    width,
+    blocks,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_inputs(PDL)
     program = tl.program_id(0)
     t = program // blocks
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -2,7 +2,11 @@
 in tiles of output columns by parts of K that fill the device; parts leave float32 sums and the last one to finish adds
 them in order, so results of one shape are the same bits from run to run, and a row's result depends on its own x alone.
 
-The weight's tile is the left operand of the matrix product, so 16 columns of its right one serve a single row.
+The weight's tile is the left operand of the matrix product, so 16 columns of its right one serve a single row. With
+dependent launch a program asks for its piece of the weight while the kernel before it still runs.
+
+linear_silu_mul is the product with a weight of two halves, gate and up, and silu(gate) * up of it: a tile takes its
+columns from both halves in turn and rounds where the separate kernels do.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
-from tokenspeed.kernels.attention.triton import product
+from tokenspeed.kernels.attention.softmax import product
+from tokenspeed.kernels.dependent import await_inputs, prefetch
 from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
 
 MAX_TOKENS = 64
@@ -36,18 +41,30 @@ class Tiling:
 def few_rows(
     x, x_stride, w, w_stride, bias, out, out_stride, partial, counter, tokens, columns, K, chunk,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    WHOLE: tl.constexpr, EXACT: tl.constexpr,
+    WHOLE: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Part p of K is [p * chunk, (p + 1) * chunk). WHOLE: columns and K are multiples of the tile."""
+    """Part p of K is [p * chunk, (p + 1) * chunk). WHOLE: columns and K are multiples of the tile. GATED: w is gate and up,
+    `columns` rows each, taken in turn. EARLY: bytes of an element of w where its rows can be asked for ahead, else 0."""
     program = tl.program_id(0)
     tile = program // PARTS
     part = program % PARTS
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    lane_c = tl.arange(0, COLUMNS)
+    if GATED:
+        column = tile * (COLUMNS // 2) + lane_c // 2
+        place = column + lane_c % 2 * columns
+    else:
+        column = tile * COLUMNS + lane_c
+        place = column
     token = tl.arange(0, TOKENS)
     lane = tl.arange(0, DEPTH)
     here = column < columns
     there = token < tokens
-    w_at = w + column.to(tl.int64)[:, None] * w_stride + lane[None, :]
+    w_row = w + place.to(tl.int64) * w_stride
+    if PDL and EARLY > 0:
+        size = tl.minimum(tl.minimum(chunk, K - part * chunk) * EARLY, 1024)
+        prefetch(tl.where(here, w_row, w) + part * chunk, tl.zeros([COLUMNS], tl.int32) + size)
+    await_inputs(PDL)
+    w_at = w_row[:, None] + lane[None, :]
     x_at = x + token.to(tl.int64)[None, :] * x_stride + lane[:, None]
     acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
     for k in range(part * chunk, tl.minimum(part * chunk + chunk, K), DEPTH):
@@ -63,19 +80,28 @@ def few_rows(
     if PARTS > 1:
         size = tokens * COLUMNS
         slab = partial + tile.to(tl.int64) * PARTS * size
-        cell = token[None, :] * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+        cell = token[None, :] * COLUMNS + lane_c[:, None]
         tl.store(slab + part * size + cell, acc, mask=there[None, :])
         tl.debug_barrier()  # every thread's stores come before the release of the counter
         if tl.atomic_add(counter + tile, 1, sem="acq_rel") != PARTS - 1:
             return
         tl.store(counter + tile, 0)
         acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
-        for other in range(PARTS):
+        for other in tl.static_range(PARTS):
             acc += tl.load(slab + other * size + cell, mask=there[None, :], other=0.0, cache_modifier=".cg")
     if BIAS:
-        acc += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)[:, None]
-    target = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+        acc += tl.load(bias + place, mask=here, other=0.0).to(tl.float32)[:, None]
+    kind = out.dtype.element_ty
+    if GATED:
+        both = acc.to(kind).to(tl.float32).reshape(COLUMNS // 2, 2, TOKENS).permute(0, 2, 1)
+        gate, up = tl.split(both)
+        act = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        target = out + token.to(tl.int64)[None, :] * out_stride + half[:, None]
+        tl.store(target, (act * up).to(kind), mask=(half < columns)[:, None] & there[None, :])
+    else:
+        target = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
+        tl.store(target, acc.to(kind), mask=inside)
 
 
 def tiling_of(tokens: int, n: int, k: int, exact: bool, slots: int) -> Tiling:
@@ -83,7 +109,7 @@ def tiling_of(tokens: int, n: int, k: int, exact: bool, slots: int) -> Tiling:
     if exact:
         columns, depth, warps, stages, resident = 32, 32, 8, 1, 2
     elif tokens <= 16:
-        columns, depth, warps, stages, resident = 64, 128, 4, 4, 3
+        columns, depth, warps, stages, resident = 64, 128, 4, 4, 2
     else:
         columns, depth, warps, stages, resident = 64, 128, 4, 3, 2
     overhead = 0.002 + 4 * tokens / max(1, k)  # a partial sum is written and read: 8 bytes beside 2 k bytes of weight
@@ -93,23 +119,33 @@ def tiling_of(tokens: int, n: int, k: int, exact: bool, slots: int) -> Tiling:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor, tiling: Tiling | None = None) -> None:
     """x f32|bf16 [T, K], T <= 64 (or [T, ...] flattened), w f32|bf16 [N, K], bias [N] or None, out f32|bf16 [T, N]."""
+    _run("linear", x, w, bias, out, tiling, False)
+
+
+def linear_silu_mul(x: Tensor, w: Tensor, *, out: Tensor, tiling: Tiling | None = None) -> None:
+    """silu(x @ w[:F]^T) * (x @ w[F:]^T); x f32|bf16 [T, K], T <= 64, w f32|bf16 [2 F, K], out f32|bf16 [T, F]."""
+    _run("linear_silu_mul", x, w, None, out, tiling, True)
+
+
+def _run(op: str, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, tiling: Tiling | None, gated: bool) -> None:
     x = x.flatten(1) if x.dim() != 2 else x
     y = out if out.dim() == 2 else out.view(out.shape[0], -1)
     t, k = x.shape
-    n = w.shape[0]
-    if w.shape[1] != k or y.shape != (t, n) or t > MAX_TOKENS:
-        raise fail("linear", x=x, w=w, out=out)
+    n = w.shape[0] // 2 if gated else w.shape[0]
+    if w.shape[1] != k or y.shape != (t, n) or t > MAX_TOKENS or (gated and w.shape[0] % 2):
+        raise fail(op, x=x, w=w, out=out)
     if x.dtype not in CODE or w.dtype not in CODE or y.dtype not in CODE:
-        raise fail("linear", x=x, w=w, out=out)
+        raise fail(op, x=x, w=w, out=out)
     if (k > 1 and not x.stride(1) == w.stride(1) == 1) or (n > 1 and y.stride(1) != 1):
-        raise fail("linear", x=x, w=w, out=out)
+        raise fail(op, x=x, w=w, out=out)
     if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
-        raise fail("linear", bias=bias, w=w)
+        raise fail(op, bias=bias, w=w)
     if t == 0 or n == 0:
         return
     exact = x.dtype != w.dtype or x.dtype == torch.float32 or x.device.type == "cpu"
-    cut = tiling or tiling_of(t, n, k, exact, processors(x.device))
-    tiles = -(-n // cut.columns)
+    cut = tiling or tiling_of(t, w.shape[0], k, exact, processors(x.device))
+    own = cut.columns // 2 if gated else cut.columns  # columns of the output in a tile
+    tiles = -(-n // own)
     padded = max(16, power_of_2(t))
     steps = -(-max(1, k) // cut.depth)
     chunk = -(-steps // cut.parts) * cut.depth
@@ -119,10 +155,14 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor, til
         counter = scratch(x.device, "linear counter", tiles, torch.int32)
     else:
         partial = counter = y
-    whole = n % cut.columns == 0 and k % cut.depth == 0
+    whole = n % own == 0 and k % cut.depth == 0
+    size = w.element_size()
+    aligned = (
+        k * size % 16 == 0 and w.stride(0) * size % 16 == 0 and (w.device.type != "cuda" or w.data_ptr() % 16 == 0)
+    )
     launch(
         few_rows, (tiles * parts,), x, x.stride(0), w, w.stride(0), w if bias is None else bias, y, y.stride(0),
         partial, counter, t, n, k, chunk,
         TOKENS=padded, COLUMNS=cut.columns, DEPTH=cut.depth, PARTS=parts, BIAS=bias is not None, WHOLE=whole,
-        EXACT=exact, num_warps=cut.warps, num_stages=cut.stages,
+        EXACT=exact, GATED=gated, EARLY=size if aligned else 0, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2
 
 MAX_WIDTH = 32768  # values a row that one program holds
@@ -16,13 +17,15 @@ MAX_WIDTH = 32768  # values a row that one program holds
 @triton.jit
 def rms_rows(
     x, x_outer, x_inner, y, y_stride, w, total, total_stride, out, out_outer, out_inner, rows, inner, width, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row r is (r // inner, r % inner) of x and out. ADD: x + y is written to total and normalised (inner is 1)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     kind = out.dtype.element_ty
     inside = (row < rows)[:, None] & (column < width)[None, :]
+    weight = tl.load(w + column, mask=column < width, other=0.0).to(tl.float32)
+    await_inputs(PDL)
     outer = (row // inner).to(tl.int64)
     within = (row % inner).to(tl.int64)
     value = tl.load(x + (outer * x_outer + within * x_inner)[:, None] + column[None, :], mask=inside, other=0.0)
@@ -35,7 +38,6 @@ def rms_rows(
     mean = tl.math.div_rn(tl.sum(value * value, axis=1), tl.cast(width, tl.float32))
     inverse = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     normed = (value * inverse[:, None]).to(kind).to(tl.float32)
-    weight = tl.load(w + column, mask=column < width, other=0.0).to(tl.float32)
     result = (normed * weight[None, :]).to(kind)
     tl.store(out + (outer * out_outer + within * out_inner)[:, None] + column[None, :], result, mask=inside)
 

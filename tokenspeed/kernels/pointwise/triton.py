@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2
 
 SILU, SILU_MUL, ADD, MUL, SCALE = range(5)
@@ -15,9 +16,21 @@ SILU, SILU_MUL, ADD, MUL, SCALE = range(5)
 
 @triton.jit
 def elementwise(
-    x, x_stride, y, y_stride, out, out_stride, width, blocks, factor, KIND: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    x_stride,
+    y,
+    y_stride,
+    out,
+    out_stride,
+    width,
+    blocks,
+    factor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """KIND: 0 silu(x), 1 silu(x) * y, 2 x + y, 3 x * y, 4 x * factor."""
+    await_inputs(PDL)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

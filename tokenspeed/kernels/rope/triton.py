@@ -9,15 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2
 
 
 @triton.jit
 def rotate(
     x, x_token, x_head, pos, table, table_stride, out, out_token, out_head, heads, blocks, half, rest,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of HEADS heads of one token. REST: the block that covers the dimensions past the rotated ones, 0: none."""
+    await_inputs(PDL)
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     head = (program % blocks) * HEADS + tl.arange(0, HEADS)

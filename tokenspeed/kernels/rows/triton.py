@@ -7,15 +7,28 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.embedding.triton import gather
 from tokenspeed.kernels.launch import launch
 
 
 @triton.jit
 def fill_columns(
-    z, z_stride, out, out_stride, start, first, width, blocks, value, COPY: tl.constexpr, BLOCK: tl.constexpr
+    z,
+    z_stride,
+    out,
+    out_stride,
+    start,
+    first,
+    width,
+    blocks,
+    value,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Columns first.. of a row: those before `start` are copied from z (with COPY), the rest set to value."""
+    await_inputs(PDL)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = first + (program % blocks) * BLOCK + tl.arange(0, BLOCK)

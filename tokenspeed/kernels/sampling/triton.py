@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.arguments import fail
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
 
 PARAM_WORDS = 16
@@ -91,8 +92,9 @@ def shaped(z, words, at, offset, first, V, TEMPER: tl.constexpr, GUMBEL: tl.cons
 @triton.jit
 def map_logits(
     z, z_stride, words, out, out_stride, V, offset, base, blocks,
-    TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr,
+    TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = base + (program % blocks) * COUNT
@@ -106,8 +108,10 @@ def map_logits(
 def pick(
     z, z_stride, words, value_out, index_out, part_value, part_index, counter, V, offset, base, steps,
     PARTS: tl.constexpr, WIDE: tl.constexpr, TEMPER: tl.constexpr, GUMBEL: tl.constexpr, COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest value of a row and its lowest id. A part covers `steps` blocks of COUNT ids; WIDE >= PARTS."""
+    await_inputs(PDL)
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64)
     part = program % PARTS
@@ -182,7 +186,7 @@ def _pick(
     base = offset // 4 * 4
     count = min(BLOCK, max(16, power_of_2(v)))
     blocks = -(-(offset + v - base) // count)
-    parts = even_splits(s, 2 * processors(z.device), min(MOST_PARTS, blocks))
+    parts = even_splits(s, 6 * processors(z.device), min(MOST_PARTS, blocks))
     steps = -(-blocks // parts)
     parts = -(-blocks // steps)
     values = scratch(z.device, "argmax values", s * parts, torch.float32)

@@ -1,0 +1,85 @@
+"""Verification of the fused kernels on a device, against the chains they stand for; a part of kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenspeed import kernels as K
+from tokenspeed.kernels.fused import FUSED
+from tokenspeed.kernels.tolerance import tolerance
+
+NAN = float("nan")
+DEVICE = torch.device("cuda")
+
+
+class Runner(Protocol):
+    def verify(self, name: str, case: Callable[[], float]) -> None: ...
+
+
+def verify_fused(run: Runner, dtype: torch.dtype) -> None:
+    tag = "bf16" if dtype == torch.bfloat16 else "f32"
+    for rows in (0, 1, 7, 257):
+        for n, kv, d, r in ((16, 8, 128, 128), (32, 8, 128, 128), (9, 3, 64, 64), (6, 1, 80, 32)):
+            for op in ("rope_append", "norm_rope_append"):
+                case = f"{op} {tag} [{rows}, {n}+{kv}, {d}] turns {r}"
+                run.verify(case, lambda a=(op, rows, n, kv, d, r): _prepare(*a, dtype))  # type: ignore[misc]
+    if dtype == torch.bfloat16:
+        for rows in (0, 1, 15, 16, 17, 33, 64):
+            for f, k in ((3072, 1024), (14336, 4096), (1000, 1000)):
+                run.verify(f"linear_silu_mul [{rows}, {k}] x 2 x {f}", lambda a=(rows, f, k): _gated(*a))  # type: ignore[misc]
+
+
+def _with_device(call: Callable[..., Any], *args: Any, **attrs: Any) -> Any:
+    with DEVICE:  # references make index tensors on the default device
+        return call(*args, **attrs)
+
+
+def _prepare(op: str, rows: int, n: int, kv: int, d: int, r: int, dtype: torch.dtype) -> float:
+    slots = max(16, 2 * rows)
+    whole = torch.randn(rows, (n + 2 * kv) * d, device=DEVICE).to(dtype)
+    q, k, v = (s.unflatten(1, (-1, d)) for s in whole.split([n * d, kv * d, kv * d], 1))
+    pos = torch.randint(-1, 4096, (rows,), device=DEVICE).int()
+    slot = torch.randperm(slots, device=DEVICE)[:rows].int()
+    slot[::3] = -1
+    table = torch.randn(4096, r, device=DEVICE)
+    norm = op.startswith("norm")
+    weights = tuple(torch.randn(d, device=DEVICE).to(dtype) for _ in range(2)) if norm else ()
+    attrs = {"eps": 1e-6} if norm else {}
+    got, want = (
+        [torch.full((slots, kv, d), NAN, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)] for _ in range(2)
+    )
+    outs = []
+    for _ in range(2):
+        out = torch.full((rows, n, d), NAN, dtype=dtype, device=DEVICE)
+        K.get(f"triton.{op}").fn(q, k, v, *weights, pos, table, slot, *got, out=out, **attrs)
+        outs.append(out)
+    if not torch.equal(*outs):
+        raise AssertionError("two runs differ")
+    expected: Tensor = _with_device(FUSED[op], q, k, v, *weights, pos, table, slot, *want, **attrs)
+    worst = tolerance("rope", dtype, terms=d).excess(outs[0], expected) if rows else 0.0
+    for a, b in zip(got, want, strict=True):
+        if not torch.equal(a.isnan(), b.isnan()):
+            raise AssertionError("other slots were written")
+        if rows:
+            limits = tolerance("rope", torch.bfloat16, terms=d)
+            worst = max(worst, limits.excess(a.nan_to_num(0).float(), b.nan_to_num(0).float()))
+    return worst
+
+
+def _gated(rows: int, f: int, k: int) -> float:
+    x, w = (torch.randn(m, k, device=DEVICE).bfloat16() for m in (rows, 2 * f))
+    want = _with_device(FUSED["linear_silu_mul"], x, w)
+    outs = [torch.full((rows, f), NAN, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    for out in outs:
+        K.get("triton.linear_silu_mul").fn(x, w, out=out)
+    if not torch.equal(*outs):
+        raise AssertionError("two runs differ")
+    if not rows:
+        return 0.0
+    gate, up = (x.double() @ w.double().t()).abs().chunk(2, 1)
+    allowed = 4 * 2.0**-8 * (gate + 1) * (up + 1)
+    return float(((outs[0].double() - want.double()).abs() / allowed).max())

@@ -1,0 +1,59 @@
+"""Attention's inner loop on GPU: the online softmax over a range of cached positions, shared by decode and prefill."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a @ b accumulated in float32. EXACT: float32 products, of operands that keep the rounding of their dtype."""
+    if EXACT:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def span(
+    acc, total, most, q, place, keys, values, c_slot, table, start, end, length, factor,
+    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over positions start..end in steps of KEYS. MASKED: some may lie past a token's own position."""
+    column = tl.arange(0, WIDTH)
+    lane = tl.arange(0, KEYS)
+    # A step's pages are loaded a step ahead, so that the loads of keys and values wait for nothing and can be pipelined.
+    page = tl.load(table + (start + lane) // PAGE, mask=start + lane < end, other=0)
+    for base in range(start, end, KEYS):
+        at = base + lane
+        slot = page.to(tl.int64) * PAGE + at % PAGE
+        page = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
+        k_at = keys + slot[None, :] * c_slot + column[:, None]
+        v_at = values + slot[:, None] * c_slot + column[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=(at < length)[None, :] & (column < D)[:, None], other=0.0)
+        elif D < WIDTH:
+            k = tl.load(k_at, mask=(column < D)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        scores = product(q, k.to(q.dtype), EXACT) * factor
+        if MASKED:
+            scores = tl.where(at[None, :] <= place[:, None], scores, float("-inf"))
+        peak = tl.maximum(most, tl.max(scores, axis=1))
+        if MASKED:  # a row without a visible key so far has peak -inf; keep -inf - -inf out
+            pivot = tl.where(peak == float("-inf"), 0.0, peak)
+        else:
+            pivot = peak
+        shrink = tl.exp2(most - pivot)
+        weights = tl.exp2(scores - pivot[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        if MASKED:
+            v = tl.load(v_at, mask=(at < length)[:, None] & (column < D)[None, :], other=0.0)
+        elif D < WIDTH:
+            v = tl.load(v_at, mask=(column < D)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        acc = acc * shrink[:, None] + product(weights.to(q.dtype), v.to(q.dtype), EXACT)
+        most = peak
+    return acc, total, most

@@ -1,0 +1,165 @@
+"""The executor of a CUDA device: every (variant, bucket) program is one captured graph, from token ids to sampled tokens.
+
+Invariant: a step is what the host writes into one slot of a pinned ring, one graph replay, and an event; the graph reads
+the slot, writes KV, samples, keeps each request's last token on the device and puts the tokens into the slot of a second
+ring. Nothing is allocated, looked up or compiled between replays, and steps run in the order of their launch.
+
+A program with a kernel that cannot be captured (a reference) runs the same calls one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler.artifact import Artifact
+from tokenspeed.ir.ops.sampling import PARAM_WORDS
+from tokenspeed.kernels.launch import scratch_bytes
+from tokenspeed.kernels.step.triton import HEADER, begin_step, end_step, slot_words
+from tokenspeed.runtime.checkpoint import Checkpoint, DummyCheckpoint
+from tokenspeed.runtime.executor import Executor, RankConfig, Step, StepResult
+from tokenspeed.runtime.progress import Progress
+
+RING = 4  # slots; more than steps can be in flight
+
+
+class CudaExecutor(Executor):
+    """See the module. One GPU: the current one."""
+
+    asynchronous = True
+    device = torch.device("cuda")
+
+    def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
+        if artifact.plan.mesh.ranks > 1:
+            raise ValueError("collectives on GPUs are not bound yet: compile for one rank, or with --device cpu")
+        if isinstance(checkpoint, DummyCheckpoint):
+            checkpoint.device = "cuda"
+        self.seconds: dict[str, float] = {}  # of the start, by phase
+        self.replays: dict[tuple[str, int], Callable[[], object]] = {}
+        self._clock = time.perf_counter()
+        super().__init__(config, artifact, checkpoint, progress)
+
+    def _phase(self, name: str) -> None:
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[name], self._clock = now - self._clock, now
+
+    def _prepare(self, progress: Progress) -> None:
+        self._phase("load")
+        device, int32 = self.device, torch.int32
+        self.ports["request_slots"] = torch.full([self.max_s], -1, dtype=int32, device=device)
+        self.counter = torch.zeros(1, dtype=int32, device=device)
+        self.sampled = torch.zeros(self.max_s, dtype=int32, device=device)
+        words = slot_words(self.max_t, self.max_s, self.sizes["l"])
+        self.inputs = torch.zeros((RING, -(-words // 32) * 32), dtype=int32, pin_memory=True)
+        self.outputs = torch.zeros((RING, -(-self.max_s // 32) * 32), dtype=int32, pin_memory=True)
+        self.inputs_np, self.outputs_np = self.inputs.numpy(), self.outputs.numpy()
+        self.done = [torch.cuda.Event() for _ in range(RING)]
+        self.turn = 0
+        self.stream = torch.cuda.Stream()
+        self.pool: Any = None
+        keys = [(v, t) for t, _ in reversed(self.artifact.buckets) for v in self.artifact.manifest["variants"]]
+        with torch.cuda.stream(self.stream):
+            for i, (variant, bucket) in enumerate(keys):
+                self._capture(variant, bucket)
+                progress("capture", i + 1, len(keys))
+        self._phase("capture")
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def _capture(self, variant: str, bucket: int) -> None:
+        """Emits a program, runs it once over holes (kernels compile, scratch grows) and captures it."""
+        program = self.program(variant, bucket)
+        rows = dict(self.artifact.buckets)[bucket]
+        whole = all(self.kernel(k).solution != "reference" for k in program.kernels)
+
+        def step() -> None:
+            begin_step(self.inputs, self.counter, self.ports, self.sampled, bucket, rows)
+            program.replay()
+            end_step(program.results[0][:rows], self.ports, self.sampled, self.outputs, self.counter)
+
+        def by_hand() -> None:
+            with self.device:  # a reference makes its index tensors on the default device
+                step()
+
+        self._fill(self.turn, bucket, rows, holes(bucket, rows), np.zeros((rows, PARAM_WORDS), np.int32))
+        (step if whole else by_hand)()
+        self.turn = (self.turn + 1) % RING
+        self.stream.synchronize()
+        if not whole:
+            self.replays[variant, bucket] = by_hand
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            step()
+        self.pool = self.pool or graph.pool()
+        self.replays[variant, bucket] = graph.replay
+
+    def _fill(self, slot: int, t: int, s: int, arrays: dict[str, np.ndarray], params: np.ndarray) -> None:
+        """Writes a step's arrays, of this home group, into a slot of the ring."""
+        into, at = self.inputs_np[slot], HEADER
+        table = arrays["table"]
+        into[0] = table.shape[1]
+        for name in ("ids", "pos", "slot", "row"):
+            into[at : at + t] = arrays[name]
+            at += t
+        for name in ("last", "request_slots"):
+            into[at : at + s] = arrays[name]
+            at += s
+        into[at : at + s * PARAM_WORDS] = params.reshape(-1)
+        at += s * PARAM_WORDS
+        into[at : at + table.size] = table.reshape(-1)
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        slot, t, s, g = self.turn, step.bucket, step.rows, self.home
+        self.done[slot].synchronize()  # long past: the ring has more slots than steps in flight
+        mine_t, mine_s = slice(g * t, (g + 1) * t), slice(g * s, (g + 1) * s)
+        arrays = {name: step.arrays[name][mine_t] for name in ("ids", "pos", "slot", "row")}
+        arrays |= {name: step.arrays[name][mine_s] for name in ("last", "request_slots", "table")}
+        self._fill(slot, t, s, arrays, step.params[mine_s])
+        with torch.cuda.stream(self.stream):
+            self._change_state(step.ops)
+            self.replays[step.variant, t]()
+            more = [
+                torch.empty(r.shape, dtype=r.dtype, pin_memory=True).copy_(r, non_blocking=True)
+                for r in self._extra(step)
+            ]
+            self.done[slot].record(self.stream)
+        self.turn = (slot + 1) % RING
+
+        def wait() -> StepResult:
+            self.done[slot].synchronize()
+            tokens = self.outputs_np[slot, :s].copy()
+            return StepResult(tokens, *(m.numpy() for m in more))
+
+        return wait
+
+    def _extra(self, step: Step) -> list[Tensor]:
+        """Results of the full variant beside the tokens."""
+        return self.programs[step.variant, step.bucket].results[1:] if step.variant == "full" else []
+
+    def run(self, step: Step) -> StepResult:
+        return self.launch(step)()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by use; `allocated` is what the allocator counts, graphs' private pools included."""
+        sizes = {id(p): p.nbytes for p in self.params.values() if isinstance(p, Tensor)}
+        caches = sum(self.params[n].nbytes for n in self.params if ":" in n)
+        return {
+            "weights": sum(sizes.values()) - caches, "caches": caches, "arena": self.arena.nbytes,
+            "scratch": scratch_bytes(torch.device("cuda", torch.cuda.current_device())),
+            "allocated": torch.cuda.memory_allocated(),
+        }  # fmt: skip
+
+
+def holes(tokens: int, rows: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing runs."""
+    out = {name: np.full(tokens, -1, np.int32) for name in ("ids", "pos", "slot", "row")}
+    out |= {name: np.full(rows, -1, np.int32) for name in ("last", "request_slots")}
+    return out | {"table": np.zeros((rows, 1), np.int32)}
