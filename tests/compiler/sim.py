@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed.compiler.passes.costs import CostModel, load_costs
+from tokenspeed.compiler.costs import CostModel, load_costs
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
@@ -32,13 +32,13 @@ def tiny(arch: str = "LlamaForCausalLM", **over: Any) -> dict[str, Any]:
 
 def compile_tiny(
     config: dict[str, Any], mesh: str = "", axes: str = "", buckets: list[tuple[int, int]] | None = None,
-    costs: str | CostModel = "cpu", variants: tuple[str, ...] = ("gumbel", "full"),
+    costs: str | CostModel = "cpu", variants: tuple[str, ...] = ("gumbel", "full"), **request: Any,
 ) -> Result:  # fmt: skip
     table = load_costs(costs) if isinstance(costs, str) else costs
     family = find_family(config["architectures"][0])
     plan = make_plan(parse_mesh(mesh), axes)
     return run_passes(
-        Request(family, Config(config), plan, buckets or [(8, 8)], "f32", "f32", table, variants=variants)
+        Request(family, Config(config), plan, buckets or [(8, 8)], "f32", "f32", table, variants=variants, **request)
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.compiler.sim import compile_tiny, random_weights, tiny
 from tokenspeed.compiler.api import default_buckets
 from tokenspeed.compiler.memory import ALIGN, Buffer, plan_memory
-from tokenspeed.compiler.passes.solve import _eliminate
+from tokenspeed.compiler.passes.eliminate import eliminate
 from tokenspeed.compiler.weightmap import verify_weights
 from tokenspeed.ir.errors import PlanError, VerifyError
 from tokenspeed.models.nn import ConfigError
@@ -55,7 +55,8 @@ def test_elimination_equals_brute_force(seed: int) -> None:
                     ).reshape([picks[v] for v in scope]),
                 )
             )
-    chosen, cost = _eliminate(n, picks, factors)
+    found = eliminate(picks, factors)
+    chosen, cost = found.chosen, found.cost
 
     def total(choice: tuple[int, ...]) -> float:
         return sum(float(t[tuple(choice[v] for v in s)]) for s, t in factors)

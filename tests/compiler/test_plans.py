@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.compiler.sim import Steps, compile_tiny, random_weights, tiny
-from tokenspeed.compiler.passes.costs import CostModel, load_costs
+from tokenspeed.compiler.costs import CostModel, load_costs
 
 PLANS = [
     ("tp=2", ""), ("tp=4", ""), ("tp=3", ""), ("tp=8", ""), ("dp=2,tp=2", ""), ("dp=2,tp=2", "vp=dp*tp"), ("dp=4", "mlp=dp,vp=dp"),

@@ -18,6 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", default="cpu", metavar="TABLE", help="cost table: cpu, h200 or a JSON file (default: cpu)"
     )
+    parser.add_argument(
+        "--tactic", action="append", default=[], metavar="NAME=VALUE",
+        help="pin a choice of the solver: an edge as explain names it (* for any text) and a repair "
+             "(all_reduce, reduce_scatter+all_gather, none ...) or a placement ('t@tp h'); or a .json file of them; repeatable",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="print every redistribution, identical layers folded")
 
 
@@ -28,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
-    compiled = compile_options(config, bar(), args.calibration)
+    compiled = compile_options(config, bar(), args.calibration, tactics=args.tactic)
     try:
         path = write_artifact(config, compiled, args.output)
     except OSError as fault:

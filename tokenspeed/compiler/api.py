@@ -6,9 +6,11 @@ bytes depend on its arguments, the sources and the calibration table alone; chec
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from tokenspeed import __version__
 from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, semantic_key
 from tokenspeed.compiler.binding import kernel_nodes, key_of
 from tokenspeed.compiler.compat import compat_of
+from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.explain import explain_text
-from tokenspeed.compiler.passes.costs import load_costs
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
+from tokenspeed.compiler.passes.tactics import parse_tactics
 from tokenspeed.compiler.weightmap import to_json
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
@@ -89,15 +92,29 @@ def default_buckets(max_tokens: int) -> list[int]:
     return sorted({*out, max_tokens})
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The passes make millions of small objects and few cycles: looking for garbage meanwhile costs a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collection()
 def compile_model(
     model: Any, config: Mapping[str, Any], *, mesh: str = "", axes: str = "", dtype: str = "float32", cache_dtype: str = "float32",
     buckets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), max_rows: int = 256, device: str = "cpu",
     calibration: str = "cpu", objective: str = "default", stored: Callable[[str], str | None] = lambda _: None,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None, tactics: Sequence[str] = (),
     variants: Sequence[str] = ("gumbel", "full"), progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Compiled:  # fmt: skip
     """Compiles `model` (a root module class) for one plan and set of token buckets (rows a home group).
 
+    `tactics`: NAME=VALUE items or .json files of them (`passes/tactics.py`), pinned choices of the solver.
     Raises a TokenSpeedError with a code: P0xx (annotation, body or plan), C001 (configuration), V (a compiler fault).
     """
     started = time.perf_counter()
@@ -109,7 +126,7 @@ def compile_model(
     c = Config(config)
     request = Request(
         model, c, make_plan(parse_mesh(mesh), axes), [(t, min(t, max_rows)) for t in buckets], DTYPES[dtype],
-        DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress,
+        DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress, parse_tactics(tactics),
     )  # fmt: skip
     result = run_passes(request)
     kernels = _bind(result, device, objective)
@@ -126,6 +143,7 @@ def compile_model(
         "sizes": result.layout.sizes, "logical": result.layout.logical, "dtype": dtype, "cache_dtype": cache_dtype,
         "buckets": [[t, s] for t, s in request.buckets], "variants": list(variants), "results": result.results,
         "config": dict(sorted(c.read.items())), "calibration": request.costs.id, "device": device,
+        "tactics": {p.name: p.text for p in request.tactics.pins},
         "files": {name: digest(text) for name, text in sorted(files.items())}, "compat": compat_of(kernels, device),
     }  # fmt: skip
     manifest["semantic_key"] = semantic_key(manifest)

@@ -82,8 +82,18 @@ def program_name(variant: str, bucket: int) -> str:
 
 
 def dump(value: Any) -> str:
-    """Canonical JSON."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    """Canonical JSON: keys sorted, one line a top-level entry and a line an entry of the objects and lists there."""
+
+    def lines(x: Any, depth: int) -> str:
+        pad = " " * depth
+        if depth < 2 and isinstance(x, dict) and x:
+            inner = (f"{pad} {json.dumps(k)}: {lines(x[k], depth + 1)}" for k in sorted(x))
+            return "{\n" + ",\n".join(inner) + f"\n{pad}}}"
+        if depth < 2 and isinstance(x, list) and x:
+            return "[\n" + ",\n".join(f"{pad} {lines(y, depth + 1)}" for y in x) + f"\n{pad}]"
+        return json.dumps(x, sort_keys=True, ensure_ascii=True)
+
+    return lines(value, 0) + "\n"
 
 
 def digest(*parts: str) -> str:

@@ -54,8 +54,11 @@ def write_artifact(config: EngineConfig, compiled: Any, out: str) -> Path:
     return path
 
 
-def compile_options(config: EngineConfig, progress: Progress = silent, calibration: str = "cpu") -> Any:
-    """Compiles what the options describe, in memory. A directory with a configuration and no weights compiles too."""
+def compile_options(config: EngineConfig, progress: Progress = silent, calibration: str = "cpu", **passes: Any) -> Any:
+    """Compiles what the options describe, in memory. A directory with a configuration and no weights compiles too.
+
+    `passes`: further arguments of `compile_model` (tactics ...).
+    """
     from tokenspeed.compiler.api import compile_model, default_buckets
 
     checkpoint, family = open_model(config)
@@ -67,7 +70,7 @@ def compile_options(config: EngineConfig, progress: Progress = silent, calibrati
         family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
         buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
         stored=stored, checkpoint=checkpoint.note(), progress=progress, calibration=calibration,
-        objective=objective, device=device,
+        objective=objective, device=device, **passes,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def build_program(
         b.types[name] = t
     for n, row in zip(flat.nodes, chosen):
         b.place(n, row)
-    outs = [b.serve(v, t, "the program's result") for (v, _), t in zip(flat.results, results)]
+    outs = [b.serve(v, t, "result") for (v, _), t in zip(flat.results, results)]
     sizes = choices.layout.sizes | {d: bucket[d] * choices.mesh.size(choices.layout.plan.home) for d in bucket}
     return Program(
         flat.name, flat.variant, choices.layout.plan, bucket, sizes, choices.layout.logical | {d: sizes[d] for d in bucket},
@@ -54,7 +54,7 @@ class _Builder:
         self.inserted: dict[str, int] = {}
 
     def place(self, n: FlatNode, row: Row) -> None:
-        who = n.path or n.op
+        who = n.name
         wanted = iter(row.ins)
         inputs = [i if i.startswith("@") else self.serve(i, next(wanted), who) for i in n.inputs]
         if n.op == "cross":
@@ -68,7 +68,7 @@ class _Builder:
 
     def serve(self, value: str, want: Type, who: str) -> str:
         """The name under which `value` is available as `want`; inserts what is missing."""
-        value = self.alias.get(value, value)
+        edge, value = value, self.alias.get(value, value)
         have = self.types[value]
         path = self.repairs.path(have, want)
         if path.cost == float("inf"):
@@ -79,7 +79,7 @@ class _Builder:
             if key not in self.served:
                 k = self.inserted[value] = self.inserted.get(value, 0) + 1
                 name = value + "'" * k
-                note = f"{value} {_change(self.types[at], step.after)} for {who}"
+                note = f"{edge} {_change(self.types[at], step.after)} for {who}"
                 self.nodes.append(Node(step.op, (at,), (name,), dict(step.attrs()), NOWHERE, note))
                 self.types[name] = step.after
                 self.served[key] = name

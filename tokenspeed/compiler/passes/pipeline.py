@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenspeed.compiler.explain import explain_program
-from tokenspeed.compiler.passes.costs import CostModel
+from tokenspeed.compiler.costs import CostModel
+from tokenspeed.compiler.explain import Explainer
+from tokenspeed.compiler.passes.decisions import Decisions
+from tokenspeed.compiler.passes.eliminate import Factor
 from tokenspeed.compiler.passes.insert import LeafCache, build_program
 from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
-from tokenspeed.compiler.passes.repair import Repairs
-from tokenspeed.compiler.passes.rows import Choices
-from tokenspeed.compiler.passes.solve import Solution, solve
+from tokenspeed.compiler.passes.repair import Graphs, Repairs
+from tokenspeed.compiler.passes.rows import Choices, Row
+from tokenspeed.compiler.passes.solve import Solution, Value, solve, values_of
+from tokenspeed.compiler.passes.tactics import Edge, Tactics
 from tokenspeed.compiler.passes.trace import Flat, trace_model
 from tokenspeed.compiler.passes.weights import Names, build_weight_map, choose_formats
 from tokenspeed.compiler.weightmap import WeightMap, verify_weights
@@ -45,6 +48,7 @@ class Request:
     stored: Callable[[str], str | None] = lambda _: None  # format of a checkpoint tensor, None: no such tensor
     variants: Sequence[str] = ("gumbel", "full")
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    tactics: Tactics = field(default_factory=Tactics)
 
 
 @dataclass
@@ -61,54 +65,112 @@ class Result:
     costs_us: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class Prepared:
+    """One variant, traced, checked and laid out: passes 1 to 3."""
+
+    flat: Flat
+    choices: Choices
+    names: Names
+    costs: CostModel
+    graphs: Graphs = field(default_factory=dict)
+
+    def bucket(self, bucket: dict[str, int]) -> Problem:
+        """Pass 4: the rows of every node for one bucket ({"t", "s"}: rows a home group)."""
+        flat, choices = self.flat, self.choices
+        plan = choices.layout.plan
+        factors = {d: row_factors(plan, n) for d, n in bucket.items()}
+        count = {d: n * plan.mesh.size(plan.home) for d, n in bucket.items()}
+        repairs = Repairs(plan, choices.layout.sizes | count | _NOMINAL, factors, self.costs, self.graphs)
+        rows = [choices.rows(n, factors, count) for n in flat.nodes]
+        results = [choices.b.spec(spec, choices.base[v].dtype) for v, spec in flat.results]
+        values = values_of(flat, choices, rows, results)
+        return Problem(flat, choices, repairs, rows, results, values, bucket, factors, count)
+
+
+@dataclass
+class Problem:
+    """The choices of one bucket."""
+
+    flat: Flat
+    choices: Choices
+    repairs: Repairs
+    rows: list[list[Row]]  # one list a flat node
+    results: list[Type]
+    values: dict[str, Value]
+    bucket: dict[str, int]
+    factors: dict[str, Axes]  # row factors
+    count: dict[str, int]  # global rows
+
+    def solve(self, tactics: Tactics | None = None, extra: Sequence[Factor] = ()) -> Solution:
+        """Pass 5."""
+        return solve(self.flat, self.choices, self.repairs, self.rows, self.results, self.values, tactics, extra)
+
+    def build(self, solution: Solution, cache: LeafCache) -> Program:
+        """Pass 6."""
+        return build_program(self.flat, self.choices, self.repairs, solution.rows, self.results, self.bucket, cache)
+
+
+def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepared:
+    """Passes 1 to 3 of one variant; `checked`: leaves known to be right."""
+    checked = set() if checked is None else checked
+    names = Names(getattr(r.model, "names", lambda c: {})(r.config))
+    flat = trace_model(r.model, r.config, variant)
+    for leaf in flat.leaves:
+        if (key := (leaf.kind, leaf.first_path)) not in checked:
+            check_leaf(leaf, r.dtype)
+            checked.add(key)
+    layout = make_layout(flat, r.plan)
+    for leaf in flat.leaves:
+        check_disjoint(leaf, layout)
+    formats = choose_formats(flat, layout, names, r.stored, r.dtype)
+    if len(set(formats.values())) > 1:  # leaves whose weights are stored differently are different leaves
+        flat = trace_model(r.model, r.config, variant, lambda path: formats.get(path, ""))
+    return Prepared(flat, Choices(flat, layout, _binding(layout, formats, r), r.costs), names, r.costs)
+
+
 def run_passes(r: Request) -> Result:
     """All programs of one model on one plan. Raises PlacementError, PlanError, ConfigError or VerifyError."""
     result: Result | None = None
-    names = Names(getattr(r.model, "names", lambda c: {})(r.config))
     total, done = len(r.variants) * len(r.buckets), 0
     checked: set[Any] = set()
+    edges: dict[Edge, None] = {}
     for variant in r.variants:
-        flat = trace_model(r.model, r.config, variant)
-        for leaf in flat.leaves:
-            if (key := (leaf.kind, leaf.first_path)) not in checked:
-                check_leaf(leaf, r.dtype)
-                checked.add(key)
-        layout = make_layout(flat, r.plan)
-        for leaf in flat.leaves:
-            check_disjoint(leaf, layout)
-        formats = choose_formats(flat, layout, names, r.stored, r.dtype)
-        if len(set(formats.values())) > 1:  # leaves whose weights are stored differently are different leaves
-            flat = trace_model(r.model, r.config, variant, lambda path, f=formats: f.get(path, ""))
-        b = _binding(layout, formats, r)
-        choices = Choices(flat, layout, b, r.costs)
+        ready = prepare(r, variant, checked)
+        flat, choices = ready.flat, ready.choices
         if result is None:
-            weights = build_weight_map(flat, layout, b, names)
+            weights = build_weight_map(flat, choices.layout, choices.b, ready.names)
             verify_weights(weights)
             ports = {n: (t, flat.ports[n][1]) for n, t in choices.ports.items()}
-            result = Result(layout, ports, weights, {})
+            result = Result(choices.layout, ports, weights, {})
         result.results[variant] = ["token", *flat.exports]
         cache = LeafCache()
-        known: dict[object, tuple[Program, str, dict[str, Any]]] = {}
+        known: dict[object, tuple[Program, str, Explainer]] = {}
         for t, rows in r.buckets:
-            bucket = {"t": t, "s": rows}
-            factors, extents, repairs, solution, results = _choose(flat, choices, r, bucket)
-            key = (tuple(sorted(factors.items())), solution.picks)
+            problem = ready.bucket({"t": t, "s": rows})
+            solution = problem.solve(r.tactics)
+            key = (tuple(sorted(problem.factors.items())), solution.picks)
             if key not in known:  # buckets that choose alike differ in their extents only
-                p = build_program(flat, choices, repairs, solution.rows, results, bucket, cache)
+                p = problem.build(solution, cache)
                 verify(p)
                 text = print_program(p)
                 if print_program(parse_program(text)) != text:
                     raise AssertionError("V16: the printed program does not read back as itself")
-                known[key] = p, text.partition("\n")[2], explain_program(p)
-            first, body, explained = known[key]
-            p = replace(first, bucket=bucket, sizes=first.sizes | extents, logical=first.logical | extents)
+                known[key] = p, text.partition("\n")[2], Explainer(p)
+            first, body, explainer = known[key]
+            extents = problem.count
+            p = replace(first, bucket=problem.bucket, sizes=first.sizes | extents, logical=first.logical | extents)
             result.texts[variant, t] = print_header(p) + "\n" + body
             result.programs[variant, t] = p
-            result.explain[f"{variant}.t{t}"] = explained | {"bucket": bucket}
+            edges |= dict.fromkeys(
+                Edge(v.name, flat.consumer_name(i)) for v in problem.values.values() for i, _ in v.consumers
+            )
+            result.explain[f"{variant}.t{t}"] = explainer.at(p, r.costs, Decisions(flat, solution, r.tactics))
             result.costs_us[f"{variant}.t{t}"] = round(solution.cost, 3)
             done += 1
             r.progress("compile", done, total)
     assert result is not None
+    r.tactics.check(list(edges))
     return result
 
 
@@ -119,17 +181,3 @@ def _binding(layout: Layout, formats: Mapping[str, str], r: Request) -> Binding:
         return formats.get(name, r.dtype)
 
     return Binding(layout.axes, plan.axes, plan.mesh.ordered, plan.home, r.dtype, r.cache_dtype, fmt)
-
-
-def _choose(
-    flat: Flat, choices: Choices, r: Request, bucket: dict[str, int]
-) -> tuple[dict[str, Axes], dict[str, int], Repairs, Solution, list[Type]]:
-    """Row factors of a bucket, its global rows, its repairs, the cheapest rows, and the types of the results."""
-    plan = choices.layout.plan
-    groups = plan.mesh.size(plan.home)
-    factors = {d: row_factors(plan, n) for d, n in bucket.items()}
-    count = {d: n * groups for d, n in bucket.items()}
-    repairs = Repairs(plan, choices.layout.sizes | count | _NOMINAL, factors, r.costs)
-    rows = [choices.rows(n, factors, count) for n in flat.nodes]
-    results = [choices.b.spec(spec, choices.base[v].dtype) for v, spec in flat.results]
-    return factors, count, repairs, solve(flat, choices, repairs, rows, results), results

@@ -6,12 +6,13 @@ reduce-scatter + all-gather falls out and a product group costs one alpha. Ties 
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
-from tokenspeed.compiler.passes.costs import CostModel
+import networkx as nx
+
+from tokenspeed.compiler.costs import CostModel
 from tokenspeed.ir.collectives import outer_blocks
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.mesh import Axes, Plan
@@ -36,17 +37,56 @@ class Step:
         return out | {"dim": self.dim} if self.dim else out
 
 
+#: us a collective in comparisons: of two plans of one price, the one with fewer collectives
+TIE = 1e-7
+
+
+def _wire(step: Step) -> bool:
+    return step.op not in ("slice", "keep_first")
+
+
 @dataclass(frozen=True)
 class Path:
     cost: float  # us; inf where no path exists
     steps: tuple[Step, ...] = ()
 
+    @property
+    def wires(self) -> int:
+        return sum(map(_wire, self.steps))
+
+
+@dataclass
+class _Graph:
+    """Single steps between the types of one family of values: an edge from type number u to v is step `edges[n]`."""
+
+    g: nx.DiGraph = field(default_factory=nx.DiGraph)
+    number: dict[Type, int] = field(default_factory=dict)
+    types: list[Type] = field(default_factory=list)
+    edges: list[tuple[Type, Step]] = field(default_factory=list)  # the type before, and the step
+    grown: set[int] = field(default_factory=set)  # types whose steps are in
+
+    def node(self, t: Type) -> int:
+        if t not in self.number:
+            self.number[t] = len(self.types)
+            self.types.append(t)
+        return self.number[t]
+
+
+#: graphs by (row factors, what targets of the family may look like); shared by the buckets of one plan
+Graphs = dict[Hashable, _Graph]
+
 
 class Repairs:
     """Paths on one plan and bucket, memoised."""
 
-    def __init__(self, plan: Plan, sizes: Mapping[str, int], rows: Mapping[str, Axes], costs: CostModel) -> None:
+    def __init__(
+        self, plan: Plan, sizes: Mapping[str, int], rows: Mapping[str, Axes], costs: CostModel, graphs: Graphs | None = None
+    ) -> None:  # fmt: skip
         self.plan, self.sizes, self.rows, self.costs = plan, sizes, rows, costs
+        self.graphs: Graphs = {} if graphs is None else graphs
+        self.rows_key = tuple(sorted(rows.items()))
+        self.prices: dict[Hashable, list[float]] = {}  # us of every edge of a graph
+        self.from_source: dict[Hashable, tuple[_Graph, dict[int, list[int]]]] = {}
         self.memo: dict[tuple[Type, Type], Path] = {}
 
     def nbytes(self, t: Type) -> float:
@@ -61,26 +101,65 @@ class Repairs:
             self.memo[key] = Path(0.0) if source == target else self._search(source, target)
         return self.memo[key]
 
+    def price(self, source: Type, target: Type) -> float:
+        """What the solver compares: us, and a tie-break by collectives."""
+        path = self.path(source, target)
+        return path.cost + TIE * path.wires
+
     def _search(self, source: Type, target: Type) -> Path:
+        """Dijkstra from `source` to all types that look like `target` in its ordered dims; ties by collectives."""
         if (source.dtype, source.names, source.index) != (target.dtype, target.names, target.index):
             return Path(float("inf"))
-        count = itertools.count()
-        heap: list[tuple[float, int, int, Type, tuple[Step, ...]]] = [(0.0, 0, next(count), source, ())]
-        done: set[Type] = set()
-        while heap:
-            cost, wires, _, at, steps = heapq.heappop(heap)
-            if at == target:
-                return Path(cost, steps)
-            if at in done:
-                continue
-            done.add(at)
-            for step, price, wire in self._steps(at, target):
-                if step.after not in done:
-                    heapq.heappush(heap, (cost + price, wires + wire, next(count), step.after, (*steps, step)))
-        return Path(float("inf"))
+        fixed = tuple(d for d in target.dims if d.name not in ROW_DIMS)
+        family = (fixed, bool(target.pending) and target.kind == "sum", self.rows_key)
+        if (source, family) not in self.from_source:
+            self.from_source[source, family] = self._paths(source, target, family)
+        graph, paths = self.from_source[source, family]
+        number = graph.number.get(target)
+        if number is None or number not in paths:
+            return Path(float("inf"))
+        path = paths[number]
+        edges = [graph.g.edges[u, v]["edge"] for u, v in itertools.pairwise(path)]
+        prices = self.prices[family, source.dtype, source.names, source.index]
+        return Path(sum(prices[e] for e in edges), tuple(graph.edges[e][1] for e in edges))
 
-    def _steps(self, at: Type, target: Type) -> list[tuple[Step, float, int]]:
-        out: list[tuple[Step, float, int]] = []
+    def _paths(self, source: Type, target: Type, family: Hashable) -> tuple[_Graph, dict[int, list[int]]]:
+        key = (family, source.dtype, source.names, source.index)
+        graph = self.graphs.setdefault(key, _Graph())
+        self._grow(graph, source, target)
+        prices = self.prices.setdefault(key, [])
+        prices += [self._price(before, step) for before, step in graph.edges[len(prices) :]]
+        tie = [TIE * _wire(step) for _, step in graph.edges]
+
+        def weight(u: int, v: int, data: dict[str, int]) -> float:
+            return prices[data["edge"]] + tie[data["edge"]]
+
+        return graph, nx.single_source_dijkstra_path(graph.g, graph.number[source], weight=weight)
+
+    def _grow(self, graph: _Graph, source: Type, target: Type) -> None:
+        """Adds all that `source` leads to."""
+        todo = [source]
+        while todo:
+            at = todo.pop()
+            u = graph.node(at)
+            if u in graph.grown:
+                continue
+            graph.grown.add(u)
+            graph.g.add_node(u)
+            for step in self._steps(at, target):
+                v = graph.node(step.after)
+                graph.g.add_edge(u, v, edge=len(graph.edges))
+                graph.edges.append((at, step))
+                todo.append(step.after)
+
+    def _price(self, before: Type, step: Step) -> float:
+        if not _wire(step):
+            return self.costs.compute(self.nbytes(step.after), 0.0, 1)
+        whole = self.nbytes(step.after if step.op == "all_gather" else before)
+        return self.costs.collective(step.op, self.plan.mesh.size(step.axes), whole)
+
+    def _steps(self, at: Type, target: Type) -> list[Step]:
+        out: list[Step] = []
         mesh, order = self.plan.mesh, self.plan.mesh.ordered
         states: dict[str, list[str]] = {}
         for a in mesh.names:
@@ -101,13 +180,7 @@ class Repairs:
                             (after,) = OPS[op].infer([at], {"axes": moved, "dim": dim, "kind": kind}, order)
                         except RuleError:
                             continue
-                        ranks = mesh.size(group)
-                        if op in ("slice", "keep_first"):
-                            price, wire = self.costs.compute(self.nbytes(after), 0.0, 1), 0
-                        else:
-                            whole = self.nbytes(after if op == "all_gather" else at)
-                            price, wire = self.costs.collective(op, ranks, whole), 1
-                        out.append((Step(op, moved, dim, after, kind), price, wire))
+                        out.append(Step(op, moved, dim, after, kind))
         return out
 
     def _moves(
@@ -128,12 +201,7 @@ class Repairs:
             for d in shard
             if d in row_ok or (d not in ROW_DIMS and all(target.state(a) == d for a in group))
         ]
-        if (
-            target.kind == "sum"
-            and target.pending
-            and at.dtype not in _INTS
-            and all(a in target.pending for a in group)
-        ):
+        if target.kind == "sum" and target.pending and at.dtype not in _INTS:
             moves.append(("keep_first", ""))
         return moves
 

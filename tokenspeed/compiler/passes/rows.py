@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed.compiler.passes.costs import CostModel
+from tokenspeed.compiler.costs import CostModel
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.leaves import Binding, leaf_params, param_types, physical_stars, type_body
 from tokenspeed.compiler.passes.trace import Flat, FlatNode, LeafDef
@@ -43,7 +43,9 @@ class Choices:
         self.leaf_param: dict[int, dict[str, Param]] = {id(leaf): leaf_params(leaf, binding) for leaf in flat.leaves}
         self.base = self._shapes()
         self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, dict[str, Axes]]] = {}
-        self.glue_memo: dict[Any, list[Row]] = {}
+        self.row_memo: dict[Any, list[Row]] = {}
+        self.classes: dict[Any, int] = {}
+        self.class_of: dict[int, int] = {}
 
     def _params(self) -> dict[str, Param]:
         out: dict[str, Param] = {}
@@ -81,29 +83,32 @@ class Choices:
 
     def rows(self, n: FlatNode, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[Row]:
         """All rows of one node; `factors` are the row factors and `count` the global rows of t and s in this bucket."""
-        if n.leaf is not None:
-            key = ("leaf", id(n.leaf), tuple(sorted(factors.items())), tuple(sorted(count.items())))
-            if key not in self.glue_memo:
-                self.glue_memo[key] = self._leaf_rows(n, n.leaf, factors, count)
-            return self.glue_memo[key]
-        ins = [self.base[i] for i in n.inputs if not i.startswith("@")]
-        weights = [param_type(self.params, i) for i in n.inputs if i.startswith("@")]
-        indexed = tuple(self.ports[i].index if i in self.ports else None for i in n.inputs if not i.startswith("@"))
-        attrs = tuple(sorted(n.attrs.items()))
-        key = (
-            n.op,
-            tuple(ins),
-            indexed,
-            tuple(weights),
-            attrs,
-            n.spec,
-            tuple(sorted(factors.items())),
-            tuple(sorted(count.items())),
-        )
-        if key not in self.glue_memo:
-            rows = self._glue_rows(n, ins, weights, factors, count)
-            self.glue_memo[key] = [r for r in rows if n.spec is None or self._admits(n.spec, r.outs[0])]
-        return self.glue_memo[key]
+        key = (self._class(n), tuple(sorted(factors.items())), tuple(sorted(count.items())))
+        if key not in self.row_memo:
+            if n.leaf is not None:
+                rows = self._leaf_rows(n, n.leaf, factors, count)
+            else:
+                ins = [self.base[i] for i in n.inputs if not i.startswith("@")]
+                weights = [param_type(self.params, i) for i in n.inputs if i.startswith("@")]
+                rows = self._glue_rows(n, ins, weights, factors, count)
+                rows = [r for r in rows if n.spec is None or self._admits(n.spec, r.outs[0])]
+            self.row_memo[key] = rows
+        return self.row_memo[key]
+
+    def _class(self, n: FlatNode) -> int:
+        """Number of what decides a node's rows: alike for the same node of every layer."""
+        if id(n) not in self.class_of:
+            if n.leaf is not None:
+                key: Any = id(n.leaf)
+            else:
+                ins = tuple(self.base[i] for i in n.inputs if not i.startswith("@"))
+                indexed = tuple(
+                    self.ports[i].index if i in self.ports else None for i in n.inputs if not i.startswith("@")
+                )
+                weights = tuple(param_type(self.params, i) for i in n.inputs if i.startswith("@"))
+                key = (n.op, ins, indexed, weights, tuple(sorted(n.attrs.items())), n.spec)
+            self.class_of[id(n)] = self.classes.setdefault(key, len(self.classes))
+        return self.class_of[id(n)]
 
     def _leaf_rows(
         self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]
@@ -164,6 +169,10 @@ class Choices:
             full = [self._with_index(t, p) for t, p in zip(ins, ports)]
             for a, (states, _) in zip(self.mesh.names, combo):
                 full = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(full, states)]
+            try:
+                OPS[n.op].check_extents([*full, *weights], n.attrs, self.layout.plan, self.layout.sizes | dict(count))
+            except RuleError:
+                continue
             outs = [self.base[o] for o in n.outputs]
             for a, (_, states) in zip(self.mesh.names, combo):
                 outs = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(outs, states)]

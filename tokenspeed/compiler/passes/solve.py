@@ -1,81 +1,165 @@
 """Pass 5: the exact minimum over all placements of one bucket, by min-sum variable elimination in program order.
 
-Variables: one a node, its rows. Factors: the cost of each node, and for each VALUE the cheapest repairs that serve all
-its consumers (equal targets once). Invariant: the result is the global minimum of that sum; ties go to the earliest row.
+Variables: one a node, its rows. Factors: the cost of each node; for each VALUE the cheapest repairs that serve all its
+consumers (equal targets once); what further passes add (fused kernels, memory). Invariant: the result is the global
+minimum of that sum; ties go to fewer collectives, then to the earliest row. `Solution.runner_up` is exact as well.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tokenspeed.compiler.passes.repair import Repairs
+from tokenspeed.compiler.passes.eliminate import Elimination, Factor, eliminate
+from tokenspeed.compiler.passes.repair import Path, Repairs
 from tokenspeed.compiler.passes.rows import Choices, Row
+from tokenspeed.compiler.passes.tactics import Edge, Tactics
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.types import Type
 
-Factor = tuple[tuple[int, ...], np.ndarray]
-
 #: consumers of one value that are priced jointly; beyond, each edge is priced alone (ports read by every layer)
 JOINT = 4
 
+RESULT = -1  # the consumer of the program's results
+
 
 @dataclass(frozen=True)
+class RunnerUp:
+    """The best plan in which one edge is not repaired as it is: what it would be instead, and what that costs more."""
+
+    source: Type
+    target: Type
+    path: Path
+    gap: float  # us a step
+
+
+@dataclass
+class Value:
+    """One value and who takes it: the flat node that makes it (RESULT: a port), and (node, operand) of each consumer."""
+
+    name: str
+    maker: int
+    sources: list[Type]  # one a row of the maker
+    consumers: list[tuple[int, int]]
+    wanted: list[list[Type]]  # a consumer: one a row
+    key: tuple[Any, ...]  # equal for values with equal tables
+
+
+@dataclass
 class Solution:
     cost: float  # us a step, by the model
     rows: list[Row]  # one a flat node
     picks: tuple[int, ...]  # their numbers
+    elimination: Elimination
+    repairs: Repairs
+    values: dict[str, Value]
+    coded: dict[Any, Any] = field(default_factory=dict)
 
-
-def solve(flat: Flat, choices: Choices, repairs: Repairs, rows: list[list[Row]], results: list[Type]) -> Solution:
-    """Picks one row a node. PlanError P030 names the first value that no placement can serve."""
-    factors: list[Factor] = []
-    constant = 0.0
-    picks = [len(r) for r in rows]
-    for i, options in enumerate(rows):
-        costs = np.array([r.cost for r in options])
-        if len(options) == 1:
-            constant += float(costs[0])
+    def runner_up(self, value: str, consumer: int) -> RunnerUp | None:
+        """None where the types of this edge are the only ones any plan can have. `consumer`: a flat node, or RESULT."""
+        v = self.values[value]
+        j = next(j for j, (i, _) in enumerate(v.consumers) if i == consumer)
+        e = self.elimination
+        pair = [i for i in (v.maker, consumer) if i >= 0 and e.picks[i] > 1]
+        if not pair:
+            return None
+        pair = list(dict.fromkeys(pair))
+        totals = e.marginal(pair)
+        sources, targets = self._codes(v, j)
+        if len(pair) == 2:
+            other = (sources[:, None] != sources[e.chosen[v.maker]]) | (targets != targets[e.chosen[consumer]])
+        elif pair[0] == v.maker:
+            other = sources != sources[e.chosen[v.maker]]
         else:
-            factors.append(((i,), costs))
+            other = targets != targets[e.chosen[consumer]]
+        totals = np.where(other, totals, np.inf)
+        at = np.unravel_index(int(totals.argmin()), totals.shape)
+        least = float(totals[at])
+        if not np.isfinite(least):
+            return None
+        row = dict(zip(pair, map(int, at)))
+        source = v.sources[row.get(v.maker, 0)]
+        target = v.wanted[j][row.get(consumer, 0)]
+        return RunnerUp(source, target, self.repairs.path(source, target), max(least - e.cost, 0.0))
+
+    def _codes(self, v: Value, j: int) -> tuple[np.ndarray, np.ndarray]:
+        """The types of the value's rows and of consumer j's as small integers."""
+        key = (v.key[0], v.key[j + 1])
+        if key not in self.coded:
+            ids: dict[Type, int] = {}
+            self.coded[key] = tuple(
+                np.array([ids.setdefault(t, len(ids)) for t in ts]) for ts in (v.sources, v.wanted[j])
+            )
+        return self.coded[key]
+
+
+def values_of(flat: Flat, choices: Choices, rows: list[list[Row]], results: list[Type]) -> dict[str, Value]:
+    """Every value that somebody takes, in order of first use."""
     makers = {o: (i, k) for i, n in enumerate(flat.nodes) for k, o in enumerate(n.outputs)}
     uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, n in enumerate(flat.nodes):
         for k, v in enumerate(v for v in n.inputs if not v.startswith("@")):
             uses[v].append((i, k))
     for k, (v, _) in enumerate(flat.results):
-        uses[v].append((-1, k))
-    memo: dict[object, tuple[tuple[int, ...], np.ndarray] | float] = {}
-    for value, consumers in uses.items():
-        maker = makers.get(value)
-        source = [choices.ports[value]] if maker is None else [r.outs[maker[1]] for r in rows[maker[0]]]
-        wanted = [[results[k]] if i < 0 else [r.ins[k] for r in rows[i]] for i, k in consumers]
-        owners = [maker[0] if maker else -1, *(i for i, _ in consumers)]
-        groups = [list(range(len(consumers)))] if len(consumers) <= JOINT else [[j] for j in range(len(consumers))]
-        if maker is None and len(consumers) > JOINT:
-            groups = _distinct(groups, wanted)
+        uses[v].append((RESULT, k))
+    out: dict[str, Value] = {}
+    for name, consumers in uses.items():
+        i, o = makers.get(name, (RESULT, 0))
+        sources = [choices.ports[name]] if i < 0 else [r.outs[o] for r in rows[i]]
+        wanted = [[results[k]] if c < 0 else [r.ins[k] for r in rows[c]] for c, k in consumers]
+        source_key: Any = ("port", choices.ports[name]) if i < 0 else (id(rows[i]), o)
+        keys = [("result", results[k]) if c < 0 else (id(rows[c]), k) for c, k in consumers]
+        out[name] = Value(name, i, sources, consumers, wanted, (source_key, *keys))
+    return out
+
+
+def solve(
+    flat: Flat, choices: Choices, repairs: Repairs, rows: list[list[Row]], results: list[Type], values: dict[str, Value],
+    tactics: Tactics | None = None, extra: Sequence[Factor] = (),
+) -> Solution:  # fmt: skip
+    """Picks one row a node. `extra`: further factors. PlanError P030 names the first value that no placement can serve,
+    P038 says that the tactics leave no plan."""
+    factors: list[Factor] = list(extra)
+    constant = 0.0
+    picks = [len(r) for r in rows]
+    for i, options in enumerate(rows):
+        if len(options) == 1:
+            constant += options[0].cost
+        else:
+            factors.append(((i,), np.array([r.cost for r in options])))
+    memo: dict[object, np.ndarray] = {}
+    for v in values.values():
+        alone = len(v.consumers) > JOINT
+        groups = [[j] for j in range(len(v.consumers))] if alone else [list(range(len(v.consumers)))]
+        if v.maker < 0 and alone:
+            groups = _distinct(groups, v.wanted)
         for group in groups:
-            table = _value_table(source, [wanted[j] for j in group], repairs, memo)
+            table = _value_table(v, group, repairs, memo)
             if not np.isfinite(table).any():
-                _no_placement(flat, value, source, [wanted[j] for j in group])
-            scope = [owners[0], *(owners[j + 1] for j in group)]
+                _no_placement(flat, v, [v.wanted[j] for j in group])
+            if tactics is not None and tactics.pins:
+                table = _pinned(flat, v, group, table, repairs, tactics)
+            scope = [v.maker, *(v.consumers[j][0] for j in group)]
             keep = [x for x, owner in enumerate(scope) if owner >= 0 and picks[owner] > 1]
-            index = tuple(slice(None) if x in keep else 0 for x in range(len(scope)))
-            table = table[index]
+            table = table[tuple(slice(None) if x in keep else 0 for x in range(len(scope)))]
             if not keep:
                 constant += float(table)
             else:
                 factors.append(_merge_scope([scope[x] for x in keep], table))
-    chosen, best = _eliminate(len(rows), picks, factors)
-    total = constant + best
+    found = eliminate(picks, factors)
+    total = constant + found.cost
     if not np.isfinite(total):
-        raise PlanError(
-            "P030", f"no legal placement on {choices.layout.plan.describe()}: every choice leaves some value unserved"
-        )
-    return Solution(total, [options[c] for options, c in zip(rows, chosen)], tuple(chosen))
+        where = choices.layout.plan.describe()
+        if tactics is not None and tactics.pins:
+            raise PlanError("P038", f"the tactics {tactics} together leave no legal plan on {where}; drop one")
+        raise PlanError("P030", f"no legal placement on {where}: every choice leaves some value unserved")
+    chosen = [options[c] for options, c in zip(rows, found.chosen)]
+    return Solution(total, chosen, tuple(found.chosen), found, repairs, values)
 
 
 def _distinct(groups: list[list[int]], wanted: list[list[Type]]) -> list[list[int]]:
@@ -92,18 +176,19 @@ def _distinct(groups: list[list[int]], wanted: list[list[Type]]) -> list[list[in
     return out
 
 
-def _value_table(source: list[Type], wanted: list[list[Type]], repairs: Repairs, memo: dict) -> np.ndarray:
-    """cost[source row, consumer 1 row, ...] of serving all consumers; a target wanted twice is paid once."""
-    key = (tuple(source), tuple(tuple(w) for w in wanted))
+def _value_table(v: Value, group: list[int], repairs: Repairs, memo: dict[object, np.ndarray]) -> np.ndarray:
+    """cost[source row, consumer 1 row, ...] of serving the consumers; a target wanted twice is paid once."""
+    key = (v.key[0], *(v.key[j + 1] for j in group))
     if key in memo:
         return memo[key]
+    wanted = [v.wanted[j] for j in group]
     m = len(wanted)
-    shape = (len(source), *(len(w) for w in wanted))
+    shape = (len(v.sources), *(len(w) for w in wanted))
     total = np.zeros(shape)
     ids: dict[Type, int] = {}
     codes = [np.array([ids.setdefault(t, len(ids)) for t in w]) for w in wanted]
     for j, w in enumerate(wanted):
-        edge = np.array([[repairs.path(s, t).cost for t in w] for s in source])
+        edge = np.array([[repairs.price(s, t) for t in w] for s in v.sources])
         view = [1] * (m + 1)
         view[0], view[j + 1] = shape[0], shape[j + 1]
         cost = np.broadcast_to(edge.reshape(view), shape)
@@ -117,8 +202,32 @@ def _value_table(source: list[Type], wanted: list[list[Type]], repairs: Repairs,
     return total
 
 
+def _pinned(
+    flat: Flat, v: Value, group: list[int], table: np.ndarray, repairs: Repairs, tactics: Tactics
+) -> np.ndarray:
+    """The table with what the tactics forbid priced out."""
+    for x, j in enumerate(group):
+        edge = Edge(v.name, flat.consumer_name(v.consumers[j][0]))
+        pin = tactics.of(edge)
+        if pin is None:
+            continue
+        legal = np.array([[np.isfinite(repairs.path(s, t).cost) for t in v.wanted[j]] for s in v.sources])
+        ok = np.array(
+            [[pin.allows(t, repairs.path(s, t), repairs.plan) for t in v.wanted[j]] for s in v.sources]
+        )  # fmt: skip
+        offers = [(t, repairs.path(s, t)) for s in v.sources for t in v.wanted[j]]
+        if not (ok & legal).any():
+            tactics.offered(edge, offers, repairs.plan)
+            continue  # this bucket cannot: a tactic holds in each bucket that can
+        tactics.applied.add(edge)
+        view = [1] * table.ndim
+        view[0], view[x + 1] = table.shape[0], table.shape[x + 1]
+        table = np.where(ok.reshape(view), table, np.inf)
+    return table
+
+
 def _merge_scope(scope: list[int], table: np.ndarray) -> Factor:
-    """A node that consumes a value twice appears twice in the scope: take the diagonal."""
+    """Variables ascending; a node that consumes a value twice appears twice in the scope: take the diagonal."""
     out = list(scope)
     while len(set(out)) < len(out):
         a = next(x for x in out if out.count(x) > 1)
@@ -128,53 +237,14 @@ def _merge_scope(scope: list[int], table: np.ndarray) -> Factor:
     return tuple(out), table
 
 
-def _eliminate(n: int, picks: list[int], factors: list[Factor]) -> tuple[list[int], float]:
-    """Minimum of the sum of all factors; returns the argmin (0 for variables without choice) and the minimum."""
-    live: dict[int, Factor] = dict(enumerate(factors))
-    of: dict[int, set[int]] = defaultdict(set)
-    for k, (scope, _) in live.items():
-        for v in scope:
-            of[v].add(k)
-    fresh, constant = len(factors), 0.0
-    back: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-    for v in range(n):
-        if picks[v] == 1:
-            continue
-        mine: list[Factor] = []
-        for k in sorted(of[v]):
-            mine.append(live.pop(k))
-            for u in mine[-1][0]:
-                if u != v:
-                    of[u].discard(k)
-        scope = tuple(sorted({u for s, _ in mine for u in s} - {v}))
-        order = (*scope, v)
-        total = np.zeros(tuple(picks[u] for u in order))
-        for s, table in mine:
-            perm = sorted(range(len(s)), key=lambda x, s=s: order.index(s[x]))
-            shape = [picks[u] if u in s else 1 for u in order]
-            total = total + np.transpose(table, perm).reshape(shape)
-        back.append((v, scope, total.argmin(-1)))
-        best = total.min(-1)
-        if scope:
-            live[fresh] = (scope, best)
-            for u in scope:
-                of[u].add(fresh)
-            fresh += 1
-        else:
-            constant += float(best)
-    chosen = [0] * n
-    for v, scope, arg in reversed(back):
-        chosen[v] = int(arg[tuple(chosen[u] for u in scope)])
-    return chosen, constant
-
-
-def _no_placement(flat: Flat, value: str, source: list[Type], wanted: list[list[Type]]) -> None:
-    node = next((n for n in flat.nodes if value in n.inputs), None)
+def _no_placement(flat: Flat, v: Value, wanted: list[list[Type]]) -> None:
+    node = next((flat.nodes[i] for i, _ in v.consumers if i >= 0), None)
     want = next((t for w in wanted for t in w), None)
     where = f"argument of {node.path or node.op}, {node.origin}" if node else "the program's result"
+    source = v.sources[0]
     raise PlanError(
         "P030",
-        f"no legal placement\n  value  : {source[0]}      {'port' if value in flat.ports else 'value'} `{value}`\n"
+        f"no legal placement\n  value  : {source}      {'port' if v.maker < 0 else 'value'} `{v.name}`\n"
         f"  wanted : {want}   {where}\n  no redistribution leads from one to the other"
-        + (": an index into one dp block cannot cross dp" if source[0].index else ""),
+        + (": an index into one dp block cannot cross dp" if source.index else ""),
     )

@@ -50,6 +50,10 @@ class FlatNode:
     path: str = ""
     spec: Spec | None = None
 
+    @property
+    def name(self) -> str:
+        return self.path or (self.outputs[0] if self.outputs else self.op)
+
 
 @dataclass
 class Flat:
@@ -64,6 +68,10 @@ class Flat:
     leaves: list[LeafDef]
     dims: dict[str, int]
     exports: list[str] = field(default_factory=list)  # names of results after the first, in order
+
+    def consumer_name(self, i: int) -> str:
+        """How edges into flat node i are named: a module's path, what an op makes, or `result` for -1."""
+        return "result" if i < 0 else self.nodes[i].name
 
 
 def trace_model(cls: type[Module], config: Config, variant: str, tag: Callable[[str], str] = lambda _: "") -> Flat:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenspeed.ir.errors import PlanError
 
-_TABLES = Path(__file__).parent.parent / "calibration"
+_TABLES = Path(__file__).parent / "calibration"
 
 
 @dataclass(frozen=True)
