@@ -7,6 +7,7 @@ asking the op's own rule, one axis at a time, and taking the product), a cross o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Row:
     outs: tuple[Type, ...]
     cost: float  # us
     stars: tuple[tuple[str, Axes], ...] = ()
+    held: float = 0.0  # bytes a rank holds inside a leaf at most, beyond its arguments and results
 
 
 class Choices:
@@ -42,7 +44,7 @@ class Choices:
         self.leaf_outs: dict[int, tuple[Type, ...]] = {}
         self.leaf_param: dict[int, dict[str, Param]] = {id(leaf): leaf_params(leaf, binding) for leaf in flat.leaves}
         self.base = self._shapes()
-        self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, dict[str, Axes]]] = {}
+        self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, float, dict[str, Axes]]] = {}
         self.row_memo: dict[Any, list[Row]] = {}
         self.classes: dict[Any, int] = {}
         self.class_of: dict[int, int] = {}
@@ -117,7 +119,8 @@ class Choices:
         for stars in physical_stars(leaf, self.layout, factors):
             ins = tuple(self.b.spec(s, self.base[i].dtype, stars) for s, i in zip(leaf.in_specs, n.inputs))
             outs = tuple(self.b.spec(s, self.base[o].dtype, stars) for s, o in zip(leaf.out_specs, n.outputs))
-            out.append(Row(ins, outs, self._leaf_price(leaf, ins, stars, count), tuple(sorted(stars.items()))))
+            cost, held = self._leaf_price(leaf, ins, stars, count)
+            out.append(Row(ins, outs, cost, tuple(sorted(stars.items())), held))
         if not out:
             raise PlanError(
                 "P030", f"{leaf.kind}: no placement of {leaf.in_specs} is possible on {self.layout.plan.describe()}"
@@ -126,11 +129,13 @@ class Choices:
 
     def _leaf_price(
         self, leaf: LeafDef, ins: tuple[Type, ...], stars: Mapping[str, Axes], count: Mapping[str, int]
-    ) -> float:
+    ) -> tuple[float, float]:
+        """us, and the bytes held inside."""
         key = (id(leaf), tuple(sorted(stars.items())))
         if key not in self.leaf_cost:
             body = type_body(leaf, self.b, self.leaf_param[id(leaf)], list(ins), stars)
-            moved, madds = 0.0, 0.0
+            moved, madds, held = 0.0, 0.0, 0.0
+            outside = {*body.inputs, *body.outputs}
             row_axes: dict[str, Axes] = {}
             for node in body.nodes:
                 args = [body.types[i] for i in node.inputs if not i.startswith("@")]
@@ -139,10 +144,12 @@ class Choices:
                     row_axes.update({d.name: d.axes for d in t.dims if d.name in ROW_DIMS})
                 m, f = OPS[node.op].row_cost([self._local(t) for t in args], [self._local(t) for t in outs])
                 moved, madds = moved + m, madds + f
-            self.leaf_cost[key] = (moved, madds, len(body.nodes), row_axes)
-        moved, madds, ops, row_axes = self.leaf_cost[key]
+                inner = {v: body.types[v] for v in (*node.values, *node.outputs) if v not in outside}
+                held = max(held, float(sum(math.prod(self._local(t)) * DTYPE_BYTES[t.dtype] for t in inner.values())))
+            self.leaf_cost[key] = (moved, madds, len(body.nodes), held, row_axes)
+        moved, madds, ops, held, row_axes = self.leaf_cost[key]
         rows = max((count[d] // self.mesh.size(a) for d, a in row_axes.items()), default=1)
-        return self.costs.compute(moved * DTYPE_BYTES[self.b.dtype] * rows, madds * rows, ops)
+        return self.costs.compute(moved * DTYPE_BYTES[self.b.dtype] * rows, madds * rows, ops), held * rows
 
     def _local(self, t: Type) -> tuple[int, ...]:
         sizes = self.layout.sizes

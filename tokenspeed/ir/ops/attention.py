@@ -26,6 +26,14 @@ def _index(op: str, t: Type, what: str, dim: str) -> Axes:
     return t.index.axes
 
 
+def _check_outer(op: str, caches: Sequence[Type], home: Axes) -> None:
+    """Slot numbers count from the start of a home block, so the home axes are the outermost of the slots."""
+    for c in caches:
+        axes = c.dims[0].axes
+        if any(a in home for a in axes[len([a for a in axes if a in home]) :]):
+            raise RuleError("V4", f"{op}: the home axes {list(home)} must be the outermost of {c.names[0]} in {c}")
+
+
 def _inner(cache: Type, home: Axes) -> Axes:
     """Axes that shard the slots of a home block."""
     return tuple(a for a in cache.dims[0].axes if a not in home)
@@ -52,6 +60,7 @@ class Append(Op):
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         t, kv = ins[0].names[:2]
         slots = ins[3].names[0]
+        _check_outer("append", ins[3:], ins[2].index.axes if ins[2].index else ())
         if axis in _index("append", ins[2], "its slots", slots):
             legal = {(t, t, t, slots, slots)}
         else:
@@ -122,6 +131,7 @@ class Attend(Op):
 
     def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
         n, kv = ins[0].dims[1], ins[1].dims[1]
+        _check_outer("attend", ins[1:3], ins[5].index.axes if ins[5].index else ())
         if n.axes[: len(kv.axes)] != kv.axes:
             raise RuleError(
                 "V6",

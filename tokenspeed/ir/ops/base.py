@@ -88,7 +88,8 @@ class Op:
                 )
         axes: list[str] = []
         for t in ins:
-            axes.extend(a for a in t.axes() if a not in axes)
+            own = (*t.axes(), *(t.index.axes if t.index else ()))  # an index binds its home axes, sharded or not
+            axes.extend(a for a in own if a not in axes)
         states: dict[str, list[str]] = {}
         for a in order(tuple(axes)):
             states[a] = self.axis_rule(a, [_state(t, a) for t in ins], ins, attrs)

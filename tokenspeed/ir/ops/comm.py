@@ -127,6 +127,8 @@ class KeepFirst(Redistribute):
 
     def step(self, x: Type, axes: Axes, dim: str, order: Callable[[Axes], Axes]) -> Type:
         self.need(x, axes, "R")
+        if x.kind != "sum":
+            raise RuleError("V1", f"keep_first of {x}: zeros are neutral in a sum, not in a pending {x.kind}")
         for a in axes:
             x = x.with_state(a, "P", order)
         return x

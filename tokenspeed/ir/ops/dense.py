@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.graph import row_factors
+from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, pointwise_rule, refuse, wide
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
@@ -30,7 +32,7 @@ class Lookup(Op):
         ids, w = states
         v, h = ins[1].names
         row = ins[0].names[0]
-        table = {("R", "R"): "R", (row, "R"): row, ("R", v): "P", ("R", h): h}
+        table = {("R", "R"): "R", (row, "R"): row, ("R", v): "P", ("R", h): h, ("R", "P"): "P"}
         if (ids, w) not in table:
             raise refuse("lookup", axis, states, ins, "the ids and the table cannot be sharded on the same axis")
         return [table[ids, w]]
@@ -91,6 +93,10 @@ class Linear(Op):
                 got = "P"
             elif w in w_in:
                 raise fail(f"{w} is contracted: it is sharded on the weight and not on the operand (an implicit slice)")
+            elif w == "P":
+                if x != "R":
+                    raise fail(f"the weight is pending over {axis} and the operand is sharded on it", "P016")
+                got = "P"
             elif x != "R":
                 if w != "R":
                     raise fail(f"{axis} shards the rows of the operand and {w} of the weight")
@@ -332,6 +338,18 @@ class SelectRows(Op):
         if (x, idx) not in table:
             raise refuse("select_rows", axis, states, ins, "rows and indices are sharded on the same axis")
         return [table[x, idx]]
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        """A rank masks one block of its home block's rows: its axes must be the outermost of the inner row factors."""
+        t, home = ins[0].dims[0], ins[1].index.axes if ins[1].index else ()
+        inner = [a for a in t.axes if a not in home]
+        factors = [a for a in row_factors(plan, sizes[t.name] // plan.mesh.size(home)) if a not in home]
+        if inner != factors[: len(inner)]:
+            raise RuleError(
+                "V5", f"select_rows of {ins[0]}: a rank's rows lie apart; {t.name} is factored over {factors}"
+            )
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local

@@ -270,6 +270,12 @@ class Sample(Op):
             "P011",
         )
 
+    def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
+        """A request's slot counts from the start of its home block, so rows lie on exactly the home axes."""
+        if set(ins[0].dims[0].axes) != set(home):
+            raise RuleError("V8", f"sample of {ins[0]}: its rows must lie on exactly the home axes {list(home)}")
+        return super().infer(ins, attrs, order, home)
+
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:

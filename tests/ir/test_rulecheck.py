@@ -1,0 +1,83 @@
+"""Rule discovery finds nothing against the declared rules, and finds every rule that is made wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed.ir.ops import OPS, Local, Op
+from tokenspeed.ir.ops.base import States
+from tokenspeed.ir.rulecheck import check
+from tokenspeed.ir.rulecheck_forms import FORMS
+from tokenspeed.ir.types import Type
+
+torch.set_num_threads(1)
+
+
+def test_every_declared_rule_holds_and_every_other_is_reviewed() -> None:
+    report = check()
+    assert (report.unsound, report.missing, report.stale) == ([], [], [])
+    assert report.rules > 3000
+
+
+#: op, form, states of the operands on one axis, and the wrong states of the results
+WRONG = [
+    ("silu", "silu", ("P",), ["P"]), ("rms_norm", "rms_norm", ("h", "h"), ["h"]), ("add", "add", ("R", "P"), ["P"]),
+    ("mul", "mul", ("P", "P"), ["P"]), ("silu_mul", "silu_mul", ("P", "R"), ["P"]), ("scale", "scale", ("P",), ["R"]),
+    ("linear", "linear", ("h", "h"), ["R"]), ("linear", "linear", ("P", "f"), ["P"]),
+    ("linear", "linear, bias", ("h", "h", "R"), ["P"]), ("lookup", "lookup", ("R", "v"), ["R"]),
+    ("lookup", "lookup", ("t", "v"), ["t"]), ("argmax", "argmax", ("v",), ["R"]), ("argmax", "argmax", ("P",), ["R"]),
+    ("topk", "topk", ("v",), ["R"]), ("reduce", "reduce max", ("h",), ["P"]), ("reduce", "reduce sum", ("h",), ["P:max"]),
+    ("select_rows", "select_rows", ("t", "R"), ["R"]), ("select_rows", "select_rows", ("t", "s"), ["s"]),
+    ("fill", "fill", ("v",), ["R"]), ("temper", "temper", ("s", "R"), ["s"]),
+    ("attend", "attend, one KV head a block", ("R", "slots", "slots", "R", "R", "R"), ["R"]),
+    ("attend", "attend, one KV head a block", ("n", "R", "R", "R", "R", "R"), ["R"]), ("rope", "rope", ("d", "R", "R"), ["d"]),
+    ("append", "append", ("R", "R", "R", "slots", "R"), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "form", "states", "says"), WRONG, ids=lambda x: str(x))
+def test_a_wrong_row_is_caught(
+    monkeypatch: pytest.MonkeyPatch, op: str, form: str, states: tuple[str, ...], says: list[str]
+) -> None:
+    right = type(OPS[op])
+
+    class Mutant(right):  # type: ignore[misc,valid-type]
+        def axis_rule(self, axis: str, given: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+            return says if tuple(given) == states else super().axis_rule(axis, given, ins, attrs)
+
+    caught(monkeypatch, Mutant(), form)
+
+
+@pytest.mark.parametrize(
+    "form", ["lookup", "select_rows", "add_gumbel", "argmax", "topk", "append", "attend, one KV head a block"]
+)
+def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    right = type(OPS[form.split(",")[0]])
+
+    class Mutant(right):  # type: ignore[misc,valid-type]
+        def local_attrs(
+            self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+        ) -> dict[str, Any]:
+            own = super().local_attrs(ins, outs, attrs, at)
+            return own | {"offset": 0} if "offset" in own else own
+
+    caught(monkeypatch, Mutant(), form)
+
+
+def test_query_heads_that_read_another_block_s_head_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mutant(type(OPS["attend"])):  # type: ignore[misc]
+        def check_extents(self, *_: Any) -> None:
+            return
+
+    caught(monkeypatch, Mutant(), "attend")
+
+
+def caught(monkeypatch: pytest.MonkeyPatch, mutant: Op, form: str) -> None:
+    chosen = [f for f in FORMS if f.name == form]
+    assert chosen, form
+    monkeypatch.setitem(OPS, mutant.name, mutant)
+    assert check(chosen, discovering=False).unsound, "rule discovery let a wrong rule pass"

@@ -1,0 +1,225 @@
+"""The op forms that rule discovery tries: for every op of the table, operands with dims, extents, and random contents.
+
+Invariant: each op with a reference has at least one form, and one for each way an index, a segment or a bias enters it.
+Extents are multiples of the number of ranks, and differ where that is possible. The last row of each home block is a hole
+(NaN, index -1); a padded dim's padding is NaN where the op does not ask for a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
+
+#: rows and blocks of one rank; a dim's extent on n ranks is n times this
+UNITS = {
+    "t": 3,
+    "s": 3,
+    "h": 2,
+    "f": 1,
+    "v": 2,
+    "n": 2,
+    "kv": 1,
+    "d": 4,
+    "slots": 8,
+    "l": 2,
+    "r": 4,
+    "pos_table": 8,
+    "e": 1,
+}
+PAGE = 2
+
+
+@dataclass(frozen=True)
+class Operand:
+    """`index`: the dim its values are row numbers of. `fixed`: dims of it that stay whole (their extent is not a multiple)."""
+
+    dtype: str
+    dims: tuple[str, ...]
+    index: str = ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to call an op. `make` fills the operands for given global extents and home blocks; `stored` are the operands
+    that the op writes, judged like outputs; `padded`: a dim whose last entry is padding."""
+
+    name: str
+    op: str
+    operands: tuple[Operand, ...]
+    make: Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[tuple[str, ...], ...] = ()
+    stored: tuple[int, ...] = ()
+    padded: str = ""
+    single: Mapping[str, int] = field(default_factory=dict)  # extents that do not grow with the ranks
+
+
+def _real(shape: list[int], g: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64)
+
+
+def _holes(x: Tensor, blocks: int) -> Tensor:
+    rows = x.unflatten(0, (blocks, -1))
+    rows[:, -1] = float("nan") if x.is_floating_point() else -1
+    return x
+
+
+def _plain(*operands: Operand, pad: str = "") -> Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]:
+    """Reals, positive and negative; rows of t and s get holes; zeros in the padding of a weight, NaN in that of a value."""
+
+    def make(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+        out: list[Tensor] = []
+        for o in operands:
+            x = _real([sizes[d] for d in o.dims], g)
+            if pad in o.dims:
+                x.select(o.dims.index(pad), -1)[...] = 0.0
+            out.append(_holes(x, blocks) if o.dims and o.dims[0] in ("t", "s") else x)
+        return out
+
+    return make
+
+
+def _ids(high: str) -> Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]:
+    def make(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+        ids = torch.randint(0, sizes[high] - 1, (sizes["t"],), generator=g, dtype=torch.int32)
+        return [_holes(ids, blocks), _real([sizes[high], sizes["h"]], g)]
+
+    return make
+
+
+def _select(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    x = _holes(_real([sizes["t"], sizes["h"]], g), blocks)
+    last = torch.randint(0, max(sizes["t"] // blocks - 1, 1), (sizes["s"],), generator=g, dtype=torch.int32)
+    return [x, _holes(last, blocks)]
+
+
+def _rope(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    pos = torch.randint(0, sizes["pos_table"], (sizes["t"],), generator=g, dtype=torch.int32)
+    return [
+        _holes(_real([sizes["t"], sizes["n"], sizes["d"]], g), blocks),
+        _holes(pos, blocks),
+        _real([sizes["pos_table"], sizes["rope_dim"]], g),
+    ]
+
+
+def _append(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    t, slots = sizes["t"] // blocks, sizes["slots"] // blocks
+    shape = [sizes["kv"], sizes["d"]]
+    slot = torch.cat([torch.randperm(slots, generator=g)[:t] for _ in range(blocks)]).int()
+    k, v = (_holes(_real([sizes["t"], *shape], g), blocks) for _ in range(2))
+    return [k, v, _holes(slot, blocks), *(_real([sizes["slots"], *shape], g) for _ in range(2))]
+
+
+def _attend(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """Two rows of tokens a request; each request's pages spread over the slots of its block."""
+    s, slots, width = sizes["s"] // blocks, sizes["slots"] // blocks, sizes["l"]
+    q = _holes(_real([sizes["t"], sizes["n"], sizes["d"]], g), blocks)
+    cache = [_real([sizes["slots"], sizes["kv"], sizes["d"]], g) for _ in range(2)]
+    reach = min(width * PAGE, slots)
+    pos = torch.randint(1, reach, (sizes["t"],), generator=g, dtype=torch.int32)
+    row = torch.randint(0, s, (sizes["t"],), generator=g, dtype=torch.int32)
+    pages = slots // PAGE
+    table = torch.stack(
+        [torch.randperm(pages, generator=g)[torch.arange(width) % pages] for _ in range(sizes["s"])]
+    ).int()
+    return [q, *cache, _holes(pos, blocks), _holes(row, blocks), table]
+
+
+def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor:
+    """Sampling parameters of `rows` requests; every second one greedy, the last of each block a hole."""
+    p = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32)
+    p[:, Word.SEED_LO] = torch.randint(0, 1 << 30, (rows,), generator=g, dtype=torch.int32)
+    p[:, Word.POSITION] = torch.arange(rows, dtype=torch.int32)
+    p[:, Word.SLOT] = torch.arange(rows, dtype=torch.int32) % (rows // blocks)
+    p[:, Word.FLAGS] = int(Flag.VALID) | flags
+    greedy = torch.randint(0, 2, (rows,), generator=g, dtype=torch.int32)
+    p[:, Word.FLAGS] |= greedy * int(Flag.GREEDY)
+    for word, low in ((Word.TEMPERATURE, 0.3), (Word.TOP_P, 0.8), (Word.REPETITION, 1.0), (Word.PRESENCE, 0.0)):
+        p[:, word] = (
+            (low + torch.rand(rows, generator=g)).clamp(max=1.0 if word == Word.TOP_P else 2.0).view(torch.int32)
+        )
+    p[:, Word.TOP_K] = 3
+    return p
+
+
+def _on_logits(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    return [_holes(_real([sizes["s"], sizes["v"]], g), blocks), params(sizes["s"], blocks, g)]
+
+
+def _ties(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """Logits of few values, so that equals meet across ranks; the padding -inf."""
+    z = torch.randint(0, 3, (sizes["s"], sizes["v"]), generator=g).double()
+    z[:, -1] = float("-inf")
+    return [_holes(z, blocks)]
+
+
+def _sample(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    z, p = _on_logits(sizes, blocks, g)
+    p[:, Word.FLAGS] |= int(Flag.PENALTIES | Flag.BIAS | Flag.LOGPROBS | Flag.FILTERS)
+    p.unflatten(0, (blocks, -1))[:, -1, Word.FLAGS] = 0
+    shape = (sizes["r"], sizes["v"])
+    counts = torch.randint(0, 2, shape, generator=g, dtype=torch.int32)
+    seen = torch.randint(0, 2, shape, generator=g, dtype=torch.uint8)
+    return [z, p, counts, seen, 3 * _real(list(shape), g)]
+
+
+def _poisoned(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    z = _real([sizes["s"], sizes["v"]], g)
+    z[:, -1] = float("nan")
+    return [_holes(z, blocks)]
+
+
+def _f(*dims: str) -> Operand:
+    return Operand("f32", dims)
+
+
+X, Y, H3 = _f("t", "h"), _f("t", "h"), _f("t", "n", "d")
+Z, P = _f("s", "v"), Operand("i32", ("s", "p"))
+LAST = Operand("i32", ("s",), "t")
+_LIN = {"in_dims": ("h",), "segments": 1, "bias": False, "dtype": "f32"}
+_CACHE = _f("slots", "kv", "d")
+
+
+def _same(op: str, *operands: Operand, name: str = "", pad: str = "", **attrs: Any) -> Form:
+    return Form(name or op, op, operands, _plain(*operands, pad=pad), attrs, (operands[0].dims,), padded=pad)
+
+
+FORMS: tuple[Form, ...] = (
+    Form("lookup", "lookup", (Operand("i32", ("t",)), _f("v", "h")), _ids("v"), {"dtype": "f32"}, (("t", "h"),), padded="v"),
+    Form("linear", "linear", (X, _f("f", "h")), _plain(X, _f("f", "h")), _LIN, (("t", "f"),)),
+    Form("linear, padded", "linear", (X, _f("v", "h")), _plain(X, _f("v", "h"), pad="v"), _LIN, (("t", "v"),), padded="v"),
+    Form("linear, bias", "linear", (X, _f("f", "h"), _f("f")), _plain(X, _f("f", "h"), _f("f")), _LIN | {"bias": True},
+         (("t", "f"),)),
+    Form("linear, two segments", "linear", (X, _f("n", "d", "h"), _f("kv", "d", "h")),
+         _plain(X, _f("n", "d", "h"), _f("kv", "d", "h")), _LIN | {"segments": 2}, (("t", "n", "d"), ("t", "kv", "d"))),
+    Form("linear, two inner dims", "linear", (H3, _f("h", "n", "d")), _plain(H3, _f("h", "n", "d")),
+         _LIN | {"in_dims": ("n", "d")}, (("t", "h"),)),
+    _same("rms_norm", X, _f("h"), eps=1e-5),
+    _same("rms_norm", H3, _f("d"), name="rms_norm, heads", eps=1e-5),
+    Form("add_rms_norm", "add_rms_norm", (X, Y, _f("h")), _plain(X, Y, _f("h")), {"eps": 1e-5}, (("t", "h"), ("t", "h"))),
+    Form("rope", "rope", (H3, Operand("i32", ("t",)), _f("pos_table", "rope_dim")), _rope, {}, (("t", "n", "d"),),
+         single={"rope_dim": 2}),
+    _same("silu", X), _same("mul", X, Y), _same("silu_mul", X, Y), _same("add", X, Y), _same("cross", X),
+    _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
+    *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
+    Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
+    Form("append", "append", (_f("t", "kv", "d"), _f("t", "kv", "d"), Operand("i32", ("t",), "slots"), _CACHE, _CACHE), _append,
+         stored=(3, 4)),
+    *(Form(f"attend{', one KV head a block' if one else ''}", "attend",
+           (H3, _CACHE, _CACHE, Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots")),
+           _attend, {"scale": 0.5}, (("t", "n", "d"),), single={"l": 2} | ({"kv": 1} if one else {}))
+      for one in (False, True)),
+    Form("temper", "temper", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
+    Form("add_gumbel", "add_gumbel", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
+    Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),
+    Form("topk", "topk", (Z,), _ties, {"k": 2, "dim": "top"}, (("s", "top"),), padded="v", single={"top": 2}),
+    Form("fill", "fill", (Z,), _poisoned, {"value": float("-inf")}, (("s", "v"),), padded="v"),
+    Form("sample", "sample", (Z, P, Operand("i32", ("r", "v")), Operand("u8", ("r", "v")), _f("r", "v")), _sample, {},
+         (("s",), ("s",), ("s", "top"), ("s", "top")), stored=(2,), single={"p": PARAM_WORDS, "top": 20}),
+)  # fmt: skip
