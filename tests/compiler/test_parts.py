@@ -1,68 +1,17 @@
-"""Parts of the compiler alone: memory plan, weight map, solver against brute force, repairs, layout errors."""
+"""Parts of the compiler alone: weight map, layout errors, buckets."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.compiler.sim import compile_tiny, random_weights, tiny
 from tokenspeed.compiler.api import default_buckets
-from tokenspeed.compiler.memory import ALIGN, Buffer, plan_memory
-from tokenspeed.compiler.passes.eliminate import eliminate
 from tokenspeed.compiler.weightmap import verify_weights
 from tokenspeed.ir.errors import PlanError, VerifyError
 from tokenspeed.models.nn import ConfigError
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10)), max_size=40))
-def test_live_buffers_never_overlap(raw: list[tuple[int, int, int]]) -> None:
-    buffers = [Buffer(n, birth, birth + length) for n, birth, length in raw]
-    offsets, peak = plan_memory(buffers)
-    for (a, x), (b, y) in itertools.combinations(zip(buffers, offsets), 2):
-        if a.birth <= b.death and b.birth <= a.death:
-            assert x + a.nbytes <= y or y + b.nbytes <= x
-    assert all(x % ALIGN == 0 and x + b.nbytes <= peak for b, x in zip(buffers, offsets))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_elimination_equals_brute_force(seed: int) -> None:
-    rng = random.Random(seed)
-    n = rng.randrange(2, 7)
-    picks = [rng.randrange(1, 4) for _ in range(n)]
-    factors = []
-    for _ in range(rng.randrange(1, 9)):
-        scope = tuple(
-            sorted(
-                rng.sample(
-                    [v for v in range(n) if picks[v] > 1] or [0],
-                    k=min(rng.randrange(1, 4), sum(p > 1 for p in picks) or 1),
-                )
-            )
-        )
-        if all(picks[v] > 1 for v in scope):
-            factors.append(
-                (
-                    scope,
-                    np.array(
-                        [rng.randrange(20) for _ in range(int(np.prod([picks[v] for v in scope])))], float
-                    ).reshape([picks[v] for v in scope]),
-                )
-            )
-    found = eliminate(picks, factors)
-    chosen, cost = found.chosen, found.cost
-
-    def total(choice: tuple[int, ...]) -> float:
-        return sum(float(t[tuple(choice[v] for v in s)]) for s, t in factors)
-
-    assert cost == min(total(c) for c in itertools.product(*(range(p) for p in picks)))
-    assert total(tuple(chosen)) == cost
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 
 from tokenspeed.runtime import options
@@ -23,7 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pin a choice of the solver: an edge as explain names it (* for any text) and a repair "
              "(all_reduce, reduce_scatter+all_gather, none ...) or a placement ('t@tp h'); or a .json file of them; repeatable",
     )  # fmt: skip
+    parser.add_argument(
+        "--memory-limit", type=_nbytes, metavar="BYTES",
+        help="what a rank may hold of weights and activations (KV pages come on top), e.g. 80GiB: a plan that needs more is not chosen",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="print every redistribution, identical layers folded")
+
+
+def _nbytes(text: str) -> int:
+    """`80GiB`, `512MiB`, `1000000` -> bytes."""
+    m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|B)?", text.strip())
+    if not m:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or e.g. 512MiB or 80GiB")
+    return int(float(m[1]) * 2 ** {"KiB": 10, "MiB": 20, "GiB": 30}.get(m[2] or "B", 0))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
-    compiled = compile_options(config, bar(), args.calibration, tactics=args.tactic)
+    compiled = compile_options(config, bar(), args.calibration, tactics=args.tactic, memory_limit=args.memory_limit)
     try:
         path = write_artifact(config, compiled, args.output)
     except OSError as fault:

@@ -17,17 +17,16 @@ from typing import Any
 
 from tokenspeed import __version__
 from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, semantic_key
-from tokenspeed.compiler.binding import kernel_nodes, key_of
 from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.explain import explain_text
+from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.passes.tactics import parse_tactics
 from tokenspeed.compiler.weightmap import to_json
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.types import ROW_DIMS, Type
-from tokenspeed.kernels.select import select
 from tokenspeed.models.nn.config import Config
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16"}
@@ -74,6 +73,10 @@ class Compiled:
             lines.append(
                 f"  bucket {t}: {e['collectives']} collectives, {e['bytes_per_token']:.0f} B sent a token a rank"
             )
+        arena = max(r.arena_bytes.values())
+        lines.append(
+            f"  a rank holds {r.weight_bytes / 2**20:.1f} MiB of weights and {arena / 2**20:.1f} MiB of activations at most"
+        )
         lines.append(
             f"  artifact {m['semantic_key'][:16]}, {len(json.loads(self.files['kernels.json']))} kernel bindings"
         )
@@ -109,12 +112,13 @@ def compile_model(
     model: Any, config: Mapping[str, Any], *, mesh: str = "", axes: str = "", dtype: str = "float32", cache_dtype: str = "float32",
     buckets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), max_rows: int = 256, device: str = "cpu",
     calibration: str = "cpu", objective: str = "default", stored: Callable[[str], str | None] = lambda _: None,
-    checkpoint: Mapping[str, Any] | None = None, tactics: Sequence[str] = (),
+    checkpoint: Mapping[str, Any] | None = None, tactics: Sequence[str] = (), memory_limit: int | None = None,
     variants: Sequence[str] = ("gumbel", "full"), progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Compiled:  # fmt: skip
     """Compiles `model` (a root module class) for one plan and set of token buckets (rows a home group).
 
     `tactics`: NAME=VALUE items or .json files of them (`passes/tactics.py`), pinned choices of the solver.
+    `memory_limit`: bytes a rank may hold of weights and arena (KV pages come on top).
     Raises a TokenSpeedError with a code: P0xx (annotation, body or plan), C001 (configuration), V (a compiler fault).
     """
     started = time.perf_counter()
@@ -127,9 +131,10 @@ def compile_model(
     request = Request(
         model, c, make_plan(parse_mesh(mesh), axes), [(t, min(t, max_rows)) for t in buckets], DTYPES[dtype],
         DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress, parse_tactics(tactics),
+        memory_limit, Binder(device, objective),
     )  # fmt: skip
     result = run_passes(request)
-    kernels = _bind(result, device, objective)
+    kernels = dict(sorted(request.binder.kernels.items()))
     files = {f"programs/{program_name(v, t)}": text for (v, t), text in result.texts.items()}
     files["weights.json"] = dump(to_json(result.weights))
     files["ports.json"] = dump(_ports(result))
@@ -143,35 +148,13 @@ def compile_model(
         "sizes": result.layout.sizes, "logical": result.layout.logical, "dtype": dtype, "cache_dtype": cache_dtype,
         "buckets": [[t, s] for t, s in request.buckets], "variants": list(variants), "results": result.results,
         "config": dict(sorted(c.read.items())), "calibration": request.costs.id, "device": device,
-        "tactics": {p.name: p.text for p in request.tactics.pins},
+        "memory_limit": memory_limit, "tactics": {p.name: p.text for p in request.tactics.pins},
         "files": {name: digest(text) for name, text in sorted(files.items())}, "compat": compat_of(kernels, device),
     }  # fmt: skip
     manifest["semantic_key"] = semantic_key(manifest)
     files["manifest.json"] = dump(manifest)
     files["checkpoint.json"] = dump(dict(checkpoint or {}))
     return Compiled(result, files, manifest, time.perf_counter() - started)
-
-
-def _bind(result: Result, device: str, objective: Any) -> dict[str, str]:
-    """Pass 10: kernel name by request key, for every node of every program."""
-    out: dict[str, str] = {}
-
-    def bound(op: str, signature: dict[str, str], facts: dict[str, int]) -> bool:
-        """Whether a kernel that is more than the reference runs a fused op; chosen here, once."""
-        key = key_of(op, signature, facts)
-        if key not in out:
-            chosen = select(op, signature=signature, traits=facts, device=device, objective=objective)
-            if chosen.solution == "reference":
-                return False
-            out[key] = chosen.name
-        return True
-
-    for p in result.programs.values():
-        for op, signature, facts in kernel_nodes(p, bound):
-            key = key_of(op, signature, facts)
-            if key not in out:
-                out[key] = select(op, signature=signature, traits=facts, device=device, objective=objective).name
-    return dict(sorted(out.items()))
 
 
 def _ports(result: Result) -> dict[str, Any]:
@@ -190,5 +173,6 @@ def _ports(result: Result) -> dict[str, Any]:
              "caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in caches]}
         ],
         "agreement": {k: e["agreement"] for k, e in result.explain.items()},
+        "memory": {"weight_bytes": result.weight_bytes, "arena_bytes": result.arena_bytes},
         "rows": list(ROW_DIMS),
     }  # fmt: skip

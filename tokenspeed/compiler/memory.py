@@ -6,38 +6,82 @@ a pure function of its input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from tokenspeed.ir.errors import VerifyError
 
 ALIGN = 64  # bytes; a cache line and a full vector register
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Buffer:
     nbytes: int
     birth: int  # index of the node that writes it
     death: int  # index of the last node that reads it
+
+    @property
+    def held(self) -> int:
+        """Bytes with the alignment of the next one."""
+        return -(-self.nbytes // ALIGN) * ALIGN
+
+
+class _Live:
+    """Buffers by the nodes at which they are live, to find those that meet a range without looking at all."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = buffers
+        self.at: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, i: int) -> None:
+        for node in range(self.buffers[i].birth, self.buffers[i].death + 1):
+            self.at[node].append(i)
+
+    def meeting(self, b: Buffer) -> set[int]:
+        return {j for node in range(b.birth, b.death + 1) for j in self.at.get(node, ())}
 
 
 def plan_memory(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
     """Offsets in bytes, and the peak."""
     order = sorted(range(len(buffers)), key=lambda i: (-buffers[i].nbytes, buffers[i].birth, i))
     offsets = [0] * len(buffers)
-    placed: list[int] = []
+    live = _Live(buffers)
     peak = 0
     for i in order:
-        b = buffers[i]
-        size = -(-b.nbytes // ALIGN) * ALIGN
+        size = buffers[i].held
         at = 0
-        for j in sorted((j for j in placed if _meet(b, buffers[j])), key=lambda j: offsets[j]):
-            if at + size <= offsets[j]:
+        for start, end in sorted((offsets[j], offsets[j] + buffers[j].held) for j in live.meeting(buffers[i])):
+            if at + size <= start:
                 break
-            at = max(at, offsets[j] + -(-buffers[j].nbytes // ALIGN) * ALIGN)
+            at = max(at, end)
         offsets[i] = at
-        placed.append(i)
+        live.add(i)
         peak = max(peak, at + size)
     return offsets, peak
 
 
-def _meet(a: Buffer, b: Buffer) -> bool:
-    return a.birth <= b.death and b.birth <= a.death
+def verify_memory(buffers: Sequence[Buffer], offsets: Sequence[int], peak: int) -> None:
+    """VerifyError V13 where two live buffers overlap, one is misaligned, or one ends beyond the peak."""
+    live = _Live(buffers)
+    for i, (b, at) in enumerate(zip(buffers, offsets, strict=True)):
+        if at % ALIGN or at < 0 or at + b.nbytes > peak:
+            raise VerifyError("V13", f"buffer {i} lies at {at}..{at + b.nbytes} of {peak} bytes, in steps of {ALIGN}")
+        for j in live.meeting(b):
+            if at < offsets[j] + buffers[j].nbytes and offsets[j] < at + b.nbytes:
+                raise VerifyError(
+                    "V13", f"buffers {j} and {i} are live at once, at calls {b.birth}..{b.death}, and overlap"
+                )
+        live.add(i)
+
+
+def live_bytes(buffers: Sequence[Buffer]) -> Iterator[int]:
+    """Bytes held at each node: no plan needs less than the largest."""
+    change: dict[int, int] = defaultdict(int)
+    for b in buffers:
+        change[b.birth] += b.held
+        change[b.death + 1] -= b.held
+    total = 0
+    for node in sorted(change):
+        total += change[node]
+        yield total

@@ -11,8 +11,10 @@ from typing import Any
 
 from tokenspeed.compiler.costs import CostModel
 from tokenspeed.compiler.explain import Explainer
+from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.decisions import Decisions
 from tokenspeed.compiler.passes.eliminate import Factor
+from tokenspeed.compiler.passes.footprint import Arenas, Holding, NothingHolds, weight_bytes
 from tokenspeed.compiler.passes.insert import LeafCache, build_program
 from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
@@ -23,6 +25,7 @@ from tokenspeed.compiler.passes.tactics import Edge, Tactics
 from tokenspeed.compiler.passes.trace import Flat, trace_model
 from tokenspeed.compiler.passes.weights import Names, build_weight_map, choose_formats
 from tokenspeed.compiler.weightmap import WeightMap, verify_weights
+from tokenspeed.ir.errors import PlanError, VerifyError
 from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.text import parse_program, print_header, print_program
@@ -49,6 +52,8 @@ class Request:
     variants: Sequence[str] = ("gumbel", "full")
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     tactics: Tactics = field(default_factory=Tactics)
+    memory_limit: int | None = None  # bytes a rank may hold of weights and arena
+    binder: Binder = field(default_factory=Binder)
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Result:
     programs: dict[tuple[str, int], Program] = field(default_factory=dict)
     explain: dict[str, dict[str, Any]] = field(default_factory=dict)
     costs_us: dict[str, float] = field(default_factory=dict)
+    weight_bytes: int = 0  # of the rank that holds most
+    arena_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,6 +142,7 @@ def run_passes(r: Request) -> Result:
     total, done = len(r.variants) * len(r.buckets), 0
     checked: set[Any] = set()
     edges: dict[Edge, None] = {}
+    arenas = Arenas(r.binder)
     for variant in r.variants:
         ready = prepare(r, variant, checked)
         flat, choices = ready.flat, ready.choices
@@ -142,36 +150,90 @@ def run_passes(r: Request) -> Result:
             weights = build_weight_map(flat, choices.layout, choices.b, ready.names)
             verify_weights(weights)
             ports = {n: (t, flat.ports[n][1]) for n, t in choices.ports.items()}
-            result = Result(choices.layout, ports, weights, {})
+            result = Result(choices.layout, ports, weights, {}, weight_bytes=weight_bytes(weights))
         result.results[variant] = ["token", *flat.exports]
         cache = LeafCache()
-        known: dict[object, tuple[Program, str, Explainer]] = {}
+        known: _Known = {}
         for t, rows in r.buckets:
             problem = ready.bucket({"t": t, "s": rows})
-            solution = problem.solve(r.tactics)
-            key = (tuple(sorted(problem.factors.items())), solution.picks)
-            if key not in known:  # buckets that choose alike differ in their extents only
-                p = problem.build(solution, cache)
-                verify(p)
-                text = print_program(p)
-                if print_program(parse_program(text)) != text:
-                    raise AssertionError("V16: the printed program does not read back as itself")
-                known[key] = p, text.partition("\n")[2], Explainer(p)
-            first, body, explainer = known[key]
-            extents = problem.count
-            p = replace(first, bucket=problem.bucket, sizes=first.sizes | extents, logical=first.logical | extents)
+            made = _Made(problem, r, cache, known, arenas)
+            solution = made.within(result.weight_bytes)
+            p, body, explainer = made.program(solution)
             result.texts[variant, t] = print_header(p) + "\n" + body
             result.programs[variant, t] = p
             edges |= dict.fromkeys(
                 Edge(v.name, flat.consumer_name(i)) for v in problem.values.values() for i, _ in v.consumers
             )
-            result.explain[f"{variant}.t{t}"] = explainer.at(p, r.costs, Decisions(flat, solution, r.tactics))
+            explained = explainer.at(p, r.costs, Decisions(flat, solution, r.tactics))
+            result.arena_bytes[f"{variant}.t{t}"] = explained["arena_bytes"] = arenas.nbytes(p)
+            result.explain[f"{variant}.t{t}"] = explained
             result.costs_us[f"{variant}.t{t}"] = round(solution.cost, 3)
             done += 1
             r.progress("compile", done, total)
     assert result is not None
     r.tactics.check(list(edges))
     return result
+
+
+_Known = dict[object, tuple[Program, str, Explainer]]
+
+
+@dataclass
+class _Made:
+    """Passes 5 to 9 and 12 of one bucket. Buckets that choose alike share one program body (`known`)."""
+
+    problem: Problem
+    request: Request
+    cache: LeafCache
+    known: _Known
+    arenas: Arenas
+
+    def program(self, solution: Solution) -> tuple[Program, str, Explainer]:
+        """The program of a solution, the text of its body, and what explains it."""
+        problem = self.problem
+        key = (tuple(sorted(problem.factors.items())), solution.picks)
+        if key not in self.known:
+            p = problem.build(solution, self.cache)
+            verify(p)
+            text = print_program(p)
+            verify_round_trip(text)
+            self.known[key] = p, text.partition("\n")[2], Explainer(p)
+        first, body, explainer = self.known[key]
+        extents = problem.count
+        p = replace(first, bucket=problem.bucket, sizes=first.sizes | extents, logical=first.logical | extents)
+        return p, body, explainer
+
+    def within(self, weights: int) -> Solution:
+        """The cheapest plan that fits the memory limit. PlanError P039 with the figures where none does."""
+        r, problem = self.request, self.problem
+        solution = problem.solve(r.tactics)
+        if r.memory_limit is None:
+            return solution
+        holding = Holding(list(problem.values.values()), problem.rows, problem.repairs)
+        least: int | None = None
+        while True:
+            arena = self.arenas.nbytes(self.program(solution)[0])
+            if weights + arena <= r.memory_limit:
+                return solution
+            least = arena if least is None else min(arena, least)
+            try:
+                solution = problem.solve(r.tactics, holding.below(holding.peak(solution.picks)))
+            except (NothingHolds, PlanError):
+                t = problem.bucket["t"]
+                raise PlanError(
+                    "P039",
+                    f"no plan of the bucket of {t} tokens fits: weights {weights} B + arena {least} B = {weights + least} B a "
+                    f"rank, the limit is {r.memory_limit} B\n  fix 1: smaller buckets (--buckets, --max-num-batched-tokens)\n"
+                    "  fix 2: split over more ranks (--mesh)\n  fix 3: a narrower dtype, or a larger --memory-limit",
+                ) from None
+
+
+def verify_round_trip(text: str) -> None:
+    """VerifyError V16 where a printed program does not read back as itself."""
+    again = print_program(parse_program(text))
+    if again != text:
+        line = next((a for a, b in zip(text.splitlines(), again.splitlines()) if a != b), "its end")
+        raise VerifyError("V16", f"the printed program does not read back as itself, from {line!r} on")
 
 
 def _binding(layout: Layout, formats: Mapping[str, str], r: Request) -> Binding:

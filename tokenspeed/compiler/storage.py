@@ -1,0 +1,255 @@
+"""Where every value of a program lies: in a port, or in a storage of the arena at a planned offset.
+
+Invariant: the layout is the same on every rank but for which block a slice views, and a pure function of the program and
+of the chains that have a fused kernel; so the bytes of the arena are known when the program is compiled, and emission
+finds the same ones. No tensor is made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenspeed.compiler.binding import NO_KERNEL, key_of, request_of
+from tokenspeed.compiler.fuse import CALLS, fuse
+from tokenspeed.compiler.memory import Buffer, plan_memory
+from tokenspeed.ir.graph import Node, Param, Program, param_type
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
+from tokenspeed.ir.types import ROW_DIMS, Type
+
+DTYPES = {
+    "f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
+}  # fmt: skip
+ARGMAX = ("argmax", "gumbel_argmax")  # their result is a pair: the value beside the index
+
+#: extents of values that the program does not state and no deployment changes
+FIXED = {"p": PARAM_WORDS, "top": TOP_LOGPROBS}
+
+#: stand-ins, at compile time, for extents of ports alone
+_OF_PORTS = {"l": 1, "slots": 1, "r": 1}
+
+Request = tuple[str, dict[str, str], dict[str, int]]
+Bound = Callable[[str], bool]  # whether a kernel was bound to a request key
+
+
+@dataclass
+class View:
+    """Where a value lies: in a storage or a port, from element `start` on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int = -1
+    stride: tuple[int, ...] | None = None  # elements; None: contiguous
+    start: int = 0
+    port: str = ""
+
+    def strides(self) -> tuple[int, ...]:
+        return self.stride or contiguous(self.shape)
+
+
+@dataclass
+class Call:
+    """One kernel call of the flattened program."""
+
+    node: Node
+    ins: list[Type]
+    outs: list[Type]
+    inputs: list[str]  # value names, flat
+    outputs: list[str]
+    path: str
+    params: dict[str, Param]
+    request: Request
+    blocks: tuple[int, int, int] | None = None  # of a slice that copies: outer factor, parts, this rank's part
+
+
+@dataclass
+class Storage:
+    """A piece of the arena: what it holds side by side, and the first and last call that touch it."""
+
+    types: tuple[Type, ...]
+    itemsize: int
+    birth: int
+    death: int
+
+
+@dataclass
+class Layout:
+    """`values` by name; a pending argmax value `v` has its values tensor under `pairs[v]`."""
+
+    p: Program
+    sizes: Mapping[str, int]
+    calls: list[Call] = field(default_factory=list)
+    values: dict[str, View] = field(default_factory=dict)
+    pairs: dict[str, str] = field(default_factory=dict)
+    storages: list[Storage] = field(default_factory=list)
+
+    def buffers(self, sizes: Mapping[str, int]) -> list[Buffer]:
+        """The storages in bytes, for these extents: buckets that choose alike share a layout. KeyError where a storage has
+        an extent that only the runtime knows."""
+        known: dict[tuple[Type, ...], int] = {}
+        out: list[Buffer] = []
+        for s in self.storages:
+            if s.types not in known:
+                known[s.types] = sum(math.prod(t.local_shape(sizes, self.p.plan)) for t in s.types)
+            out.append(Buffer(max(known[s.types], 1) * s.itemsize, s.birth, s.death))
+        return out
+
+    def plan(self, sizes: Mapping[str, int]) -> tuple[list[int], int]:
+        """Offset of each storage, and the arena's bytes."""
+        return plan_memory(self.buffers(sizes))
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    out: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(out))
+
+
+def flatten(p: Program, bound: Bound) -> list[Call]:
+    """The kernel calls of a program in order, leaves dissolved, chains with a kernel of their own fused."""
+
+    def body(
+        nodes: Sequence[Node], types: dict[str, Type], params: dict[str, Param], kept: Sequence[str]
+    ) -> list[tuple[Node, list[Type], list[Type], Request]]:
+        out: list[tuple[Node, list[Type], list[Type], Request]] = []
+        for n in fuse(nodes, kept, lambda n: bound(key_of(*request_of(n, types, params, p)))):
+            ins = [param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs]
+            quiet = n.op == "call" or n.op in NO_KERNEL or CALLS[n.op].alias
+            out.append(
+                (n, ins, [types[o] for o in n.outputs], ("", {}, {}) if quiet else request_of(n, types, params, p))
+            )
+        return out
+
+    calls: list[Call] = []
+    bodies = {name: body(f.nodes, f.types, f.params, f.outputs) for name, f in p.leaves.items()}
+    for n, ins, outs, request in body(p.nodes, p.types, p.params, p.results):
+        if n.op != "call":
+            calls.append(Call(n, ins, outs, list(n.inputs), list(n.outputs), "", p.params, request))
+            continue
+        leaf, path = p.leaves[n.attrs["leaf"]], n.attrs["path"]
+        env = dict(zip(leaf.inputs, n.inputs))
+        final = dict(zip(leaf.outputs, n.outputs))
+        for inner, ins, outs, request in bodies[n.attrs["leaf"]]:
+            env.update((o, final.get(o, f"{path}/{o}")) for o in inner.outputs)
+            inputs = [i if i.startswith("@") else env[i] for i in inner.inputs]
+            calls.append(Call(inner, ins, outs, inputs, [env[o] for o in inner.outputs], path, leaf.params, request))
+    return calls
+
+
+def lay_out(p: Program, bound: Bound, rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
+    """Views and storages of every value. `sizes`: extents that the runtime fixes, global."""
+    layout = _Placer(p, rank, _OF_PORTS | dict(p.sizes) | dict(sizes))
+    layout.place(flatten(p, bound))
+    return layout.out
+
+
+class _Placer:
+    def __init__(self, p: Program, rank: int, sizes: Mapping[str, int]) -> None:
+        self.p, self.rank = p, rank
+        self.out = Layout(p, sizes)
+        self.values, self.pairs, self.storages = self.out.values, self.out.pairs, self.out.storages
+        self.sharers: dict[int, int] = {}  # names of one view, where they are several
+
+    def local(self, t: Type) -> tuple[int, ...]:
+        return t.local_shape(self.out.sizes, self.p.plan)
+
+    def place(self, calls: list[Call]) -> None:
+        self.out.calls = calls
+        for name in self.p.ports:
+            t = self.p.types[name]
+            self.values[name] = View(self.local(t), DTYPES[t.dtype], port=name)
+        last: dict[str, int] = {}
+        for i, c in enumerate(calls):
+            for v in c.inputs:
+                last[v] = i
+        for r in self.p.results:
+            last[r] = len(calls)
+        for i, c in enumerate(calls):
+            self._place(i, c, last)
+        for i, c in enumerate(calls):
+            for v in (*c.inputs, *(self.pairs[v] for v in c.inputs if v in self.pairs)):
+                if not v.startswith("@"):
+                    self._touch(v, i)
+        for r in self.p.results:
+            self._touch(r, len(calls))
+
+    def _touch(self, value: str, i: int) -> None:
+        storage = self.values[value].storage
+        if storage >= 0:
+            s = self.storages[storage]
+            s.death = max(s.death, i)
+
+    def _new(self, i: int, types: tuple[Type, ...], shape: tuple[int, ...], dtype: torch.dtype) -> View:
+        self.storages.append(Storage(types, dtype.itemsize, i, i))
+        return View(shape, dtype, len(self.storages) - 1)
+
+    def _place(self, i: int, c: Call, last: dict[str, int]) -> None:
+        op = CALLS[c.node.op]
+        shapes = [(self.local(t), DTYPES[t.dtype]) for t in c.outs]
+        if op.alias:
+            view = self.values[c.outputs[0]] = self.values[c.inputs[0]]
+            self.sharers[id(view)] = self.sharers.get(id(view), 1) + 1
+        elif c.node.op == "slice":
+            self.values[c.outputs[0]] = self._sliced(i, c, c.inputs[0])
+            if c.inputs[0] in self.pairs:
+                self.pairs[c.outputs[0]] = name = c.outputs[0] + "@value"
+                self.values[name] = self._sliced(i, c, self.pairs[c.inputs[0]])
+        elif c.node.op == "linear":
+            rows = shapes[0][0][0]
+            widths = [math.prod(s[1:]) for s, _ in shapes]
+            whole = self._new(i, tuple(c.outs), (rows, sum(widths)), shapes[0][1])
+            start = 0
+            for name, (shape, dtype), width in zip(c.outputs, shapes, widths):
+                stride = (sum(widths), *contiguous(shape[1:]))
+                self.values[name] = View(shape, dtype, whole.storage, stride, start)
+                start += width
+            self.values[f"{c.outputs[0]}@whole"] = whole
+        elif c.node.op in ARGMAX or c.request[0] == "all_reduce_argmax":
+            value = self._new(i, tuple(c.outs), shapes[0][0], torch.float32)
+            self.values[c.outputs[0]] = self._new(i, tuple(c.outs), *shapes[0])
+            self.pairs[c.outputs[0]] = name = c.outputs[0] + "@value"
+            self.values[name] = value
+        elif op.in_place_ok and last[c.inputs[0]] == i and self._owns(c.inputs[0], shapes[0]):
+            old = self.values[c.inputs[0]]
+            self.values[c.outputs[0]] = View(old.shape, old.dtype, old.storage, old.stride, old.start)
+        else:
+            for name, t, (shape, dtype) in zip(c.outputs, c.outs, shapes):
+                self.values[name] = self._new(i, (t,), shape, dtype)
+        for o in c.outputs:
+            self._touch(o, i)
+
+    def _owns(self, value: str, want: tuple[tuple[int, ...], torch.dtype]) -> bool:
+        """Whether a value lies in the arena alone (not in a port, not shared with an alias) and has the output's form."""
+        v = self.values[value]
+        return v.storage >= 0 and (v.shape, v.dtype) == want and self.sharers.get(id(v), 1) == 1
+
+    def _sliced(self, i: int, c: Call, source: str) -> View:
+        """A slice is a view of the operand: this rank's block of one dim."""
+        old = self.values[source]
+        before, after = c.ins[0], c.outs[0]
+        dim = next(k for k, (a, b) in enumerate(zip(before.dims, after.dims)) if a.axes != b.axes)
+        axes = tuple(c.node.attrs["axes"])
+        index = self.p.plan.mesh.index(self.rank, axes)
+        outer = outer_blocks_of(self.p, before, before.dims[dim].name, axes)
+        shape = self.local(after)
+        if outer > 1:  # blocks of a whole outer factor lie apart: they are copied together
+            c.blocks = (outer, self.p.plan.mesh.size(axes), index)
+            return self._new(i, (after,), shape, old.dtype)
+        stride = old.strides()
+        return View(shape, old.dtype, old.storage, stride, old.start + index * shape[dim] * stride[dim], old.port)
+
+
+def outer_blocks_of(p: Program, t: Type, dim: str, axes: tuple[str, ...]) -> int:
+    """Product of the factors of a row dim that lie outside `axes` and are whole on this rank (1 for other dims)."""
+    if dim not in ROW_DIMS:
+        return 1
+    factors = p.row_axes(dim)
+    first = min(factors.index(a) for a in axes)
+    held = set(t.dim(dim).axes) | set(axes)
+    return p.plan.mesh.size([a for a in factors[:first] if a not in held])
