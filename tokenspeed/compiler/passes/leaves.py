@@ -121,7 +121,14 @@ def type_body(
             raise _diagnose(leaf, node, args, e) from None
         types.update(zip(node.outputs, outs))
         nodes.append(Node(node.op, inputs, node.outputs, attrs, node.origin))
-    outputs = [rename.get(o, o) for o in leaf.out_names]
+    outputs: list[str] = []
+    for o in leaf.out_names:
+        name = rename.get(o, o)
+        if name in leaf.in_names or name in outputs:  # a call's results have names of their own
+            alias = f"{name}'out{len(outputs)}"
+            nodes.append(Node("cross", (name,), (alias,), {}, leaf.origin))
+            types[alias], name = types[name], alias
+        outputs.append(name)
     for name, spec in zip(outputs, leaf.out_specs):
         declared, derived = b.spec(spec, types[name].dtype, stars), types[name]
         if declared != derived:

@@ -20,6 +20,7 @@ from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
 from tokenspeed.compiler.passes.repair import Graphs, Repairs
 from tokenspeed.compiler.passes.rows import Choices, Row
+from tokenspeed.compiler.passes.simplify import simplify, worthwhile
 from tokenspeed.compiler.passes.solve import Solution, Value, solve, values_of
 from tokenspeed.compiler.passes.tactics import Edge, Tactics
 from tokenspeed.compiler.passes.trace import Flat, trace_model
@@ -180,7 +181,7 @@ _Known = dict[object, tuple[Program, str, Explainer]]
 
 @dataclass
 class _Made:
-    """Passes 5 to 9 and 12 of one bucket. Buckets that choose alike share one program body (`known`)."""
+    """Passes 5 to 12 of one bucket. Buckets that choose alike share one program body (`known`)."""
 
     problem: Problem
     request: Request
@@ -194,6 +195,10 @@ class _Made:
         key = (tuple(sorted(problem.factors.items())), solution.picks)
         if key not in self.known:
             p = problem.build(solution, self.cache)
+            if worthwhile(p.nodes, p.types):  # what pays here may not pay in another bucket
+                p = simplify(p, problem.repairs)
+                key = (key, problem.bucket["t"])
+        if key not in self.known:
             verify(p)
             text = print_program(p)
             verify_round_trip(text)
