@@ -136,11 +136,11 @@ class Bench:
         for _ in range(3):
             executor.run(step)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(executor.stream):
-            begin.record(executor.stream)
+        with torch.cuda.stream(executor.gpu.stream):
+            begin.record(executor.gpu.stream)
             for _ in range(count):
                 executor.replays["gumbel", batch]()
-            end.record(executor.stream)
+            end.record(executor.gpu.stream)
         torch.cuda.synchronize()
         executor.turn = (executor.turn + count) % len(executor.done)
         ms = begin.elapsed_time(end) / count
@@ -156,10 +156,31 @@ class Bench:
         assert pending is not None
         pending()
         looped = (time.perf_counter() - began) / count * 1e3
+        if self.args.profile:
+            self.profile(executor, batch, f"{batch} x {context}")
         return {
             "replay_ms": round(ms, 4), "overlapped_ms": round(looped, 4),
             "launch_us": round(statistics.median(host) * 1e6, 1), **self.share(batch, context, ms),
         }  # fmt: skip
+
+    def profile(self, executor: Any, batch: int, name: str) -> None:
+        """Device microseconds of a replay by kernel, gaps between kernels apart."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded, executor.gpu.current():
+            for _ in range(4):
+                executor.replays["gumbel", batch]()
+            torch.cuda.synchronize()
+        executor.turn = (executor.turn + 4) % len(executor.done)
+        kernels = sorted((e for e in recorded.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+        total: dict[str, list[float]] = {}
+        for e in kernels:
+            total.setdefault(e.name[:60], []).append(e.device_time)
+        table = sorted(((sum(v) / 4, len(v) / 4, k) for k, v in total.items()), reverse=True)
+        self.out.setdefault("profile", {})[name] = [{"us": round(a, 1), "count": b, "kernel": c} for a, b, c in table]
+        for us, count, kernel in table[:14]:
+            self.say(f"  {name}: {us:9.1f} us in {count:5.0f} of {kernel}")
 
     def share(self, batch: int, context: float, ms: float) -> dict[str, Any]:
         moved = self.weights + batch * context * self.kv
@@ -361,6 +382,7 @@ def main() -> None:
     parser.add_argument("--core", choices=("process", "inproc"), default="process", help="where the engine core runs")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the scenarios without a GPU")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="with `steps`: the time of each kernel")
     args = parser.parse_args()
     bench = Bench(args)
     names = args.scenario.split(",")

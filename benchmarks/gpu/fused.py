@@ -60,12 +60,12 @@ def _prepare(op: str, rows: int, n: int, kv: int, d: int, r: int, dtype: torch.d
     if not torch.equal(*outs):
         raise AssertionError("two runs differ")
     expected: Tensor = _with_device(FUSED[op], q, k, v, *weights, pos, table, slot, *want, **attrs)
-    worst = tolerance("rope", dtype, terms=d).excess(outs[0], expected) if rows else 0.0
+    worst = tolerance(op if norm else "rope", dtype, terms=d).excess(outs[0], expected) if rows else 0.0
     for a, b in zip(got, want, strict=True):
         if not torch.equal(a.isnan(), b.isnan()):
             raise AssertionError("other slots were written")
         if rows:
-            limits = tolerance("rope", torch.bfloat16, terms=d)
+            limits = tolerance(op if norm else "rope", torch.bfloat16, terms=d)
             worst = max(worst, limits.excess(a.nan_to_num(0).float(), b.nan_to_num(0).float()))
     return worst
 

@@ -1,4 +1,4 @@
-"""Runs triton_cases.py and triton_fused_cases.py under Triton's interpreter, in a process of
+"""Runs the triton_*_cases.py here under Triton's interpreter, in a process of
 its own: the choice between interpreter and compiler
 is made when Triton is imported, and test_triton_compile.py needs the other."""
 
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 
 def test_kernels_against_references_in_the_interpreter() -> None:
-    cases = [f"tests/kernels/{name}.py" for name in ("triton_cases", "triton_fused_cases")]
+    cases = [f"tests/kernels/{name}.py" for name in ("triton_cases", "triton_fused_cases", "triton_engine_cases")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

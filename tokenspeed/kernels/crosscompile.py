@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tokenspeed.kernels.activation import triton as activation
+from tokenspeed.kernels.attention import rope_append
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.embedding import triton as embedding
 from tokenspeed.kernels.gemm import triton as gemm
@@ -32,6 +33,7 @@ from tokenspeed.kernels.pointwise import triton as pointwise
 from tokenspeed.kernels.rope import triton as rope
 from tokenspeed.kernels.rows import triton as rows
 from tokenspeed.kernels.sampling import triton as sampling
+from tokenspeed.kernels.step import triton as step
 
 TARGETS: dict[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -104,6 +106,17 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
         k, cache = new(t, kv, d), new(1 << 16, kv, d)
         yield "append", lambda t=t, k=k, cache=cache: attention.append(k, k, new(t, dtype=i32), cache, cache)
         pos = new(t, dtype=i32)
+        prepared = (q, k, k), (pos, table, pos, cache, cache)
+        yield "rope_append", lambda p=prepared, q=q: rope_append.rope_append(*p[0], *p[1], out=q)
+        yield (
+            "norm_rope_append",
+            lambda p=prepared, q=q: rope_append.norm_rope_append(*p[0], new(d), new(d), *p[1], eps=1e-6, out=q),
+        )
+        other = new(1 << 16, kv, d, dtype=torch.bfloat16)
+        yield (
+            "rope_append to bf16",
+            lambda p=prepared, q=q, o=other: rope_append.rope_append(*p[0], *p[1][:3], o, o, out=q),
+        )
         for s in (16, 256):
             if t < s:
                 continue
@@ -133,6 +146,10 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
                 ),
             )
         yield (
+            f"linear_silu_mul, {t} rows",
+            lambda t=t: gemm.linear_silu_mul(new(t, h), new(2 * model.ffn, h), out=new(t, model.ffn)),
+        )
+        yield (
             f"linear head, {t} rows",
             lambda t=t: gemm.linear(new(t, h), new(model.vocab, h), out=new(t, model.vocab, dtype=f32)),
         )
@@ -146,6 +163,11 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
     yield "add_gumbel", lambda: sampling.add_gumbel(z, params, out=z)
     yield "argmax", lambda: sampling.argmax(z, out=picked)
     yield "gumbel_argmax", lambda: sampling.gumbel_argmax(z, params, out=picked)
+    ring, one = new(4, 1 << 16, dtype=i32), new(1, dtype=i32)
+    ports = {name: new(16, dtype=i32) for name in ("ids", "pos", "slot", "row", "last", "request_slots")}
+    ports |= {"params": params, "table": new(16, 2048, dtype=i32)}
+    yield "begin_step", lambda: step.begin_step(ring, one, ports, new(16, dtype=i32), 16, 16)
+    yield "end_step", lambda: step.end_step(new(16, dtype=i32), ports, new(16, dtype=i32), ring, one)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -28,24 +29,59 @@ from tokenspeed.runtime.progress import Progress
 RING = 4  # slots; more than steps can be in flight
 
 
+class Gpu:
+    """What the executor needs of the device beside its tensors: one stream, events, capture. The current GPU's."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self._pool: Any = None
+
+    def current(self) -> AbstractContextManager[object]:
+        """A context in which work goes to the stream."""
+        return torch.cuda.stream(self.stream)
+
+    def event(self) -> Any:
+        """Has record() and synchronize(); one that was never recorded is done."""
+        return torch.cuda.Event()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeroed host memory that the device reads and writes."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+        """The replay of a graph of what `step` does; all graphs share one pool of private memory."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+            step()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
 class CudaExecutor(Executor):
     """See the module. One GPU: the current one."""
 
     asynchronous = True
-    device = torch.device("cuda")
+    make_gpu: Callable[[], Any] = Gpu
 
     def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
         if artifact.plan.mesh.ranks > 1:
             raise ValueError("collectives on GPUs are not bound yet: compile for one rank, or with --device cpu")
+        self.gpu = type(self).make_gpu()
+        self.device = self.gpu.device
         if isinstance(checkpoint, DummyCheckpoint):
-            checkpoint.device = "cuda"
+            checkpoint.device = self.device.type
         self.seconds: dict[str, float] = {}  # of the start, by phase
         self.replays: dict[tuple[str, int], Callable[[], object]] = {}
         self._clock = time.perf_counter()
         super().__init__(config, artifact, checkpoint, progress)
 
     def _phase(self, name: str) -> None:
-        torch.cuda.synchronize()
+        self.gpu.synchronize()
         now = time.perf_counter()
         self.seconds[name], self._clock = now - self._clock, now
 
@@ -56,15 +92,13 @@ class CudaExecutor(Executor):
         self.counter = torch.zeros(1, dtype=int32, device=device)
         self.sampled = torch.zeros(self.max_s, dtype=int32, device=device)
         words = slot_words(self.max_t, self.max_s, self.sizes["l"])
-        self.inputs = torch.zeros((RING, -(-words // 32) * 32), dtype=int32, pin_memory=True)
-        self.outputs = torch.zeros((RING, -(-self.max_s // 32) * 32), dtype=int32, pin_memory=True)
+        self.inputs = self.gpu.pinned(RING, -(-words // 32) * 32, dtype=int32)
+        self.outputs = self.gpu.pinned(RING, -(-self.max_s // 32) * 32, dtype=int32)
         self.inputs_np, self.outputs_np = self.inputs.numpy(), self.outputs.numpy()
-        self.done = [torch.cuda.Event() for _ in range(RING)]
+        self.done = [self.gpu.event() for _ in range(RING)]
         self.turn = 0
-        self.stream = torch.cuda.Stream()
-        self.pool: Any = None
         keys = [(v, t) for t, _ in reversed(self.artifact.buckets) for v in self.artifact.manifest["variants"]]
-        with torch.cuda.stream(self.stream):
+        with self.gpu.current():
             for i, (variant, bucket) in enumerate(keys):
                 self._capture(variant, bucket)
                 progress("capture", i + 1, len(keys))
@@ -91,15 +125,8 @@ class CudaExecutor(Executor):
         self._fill(self.turn, bucket, rows, holes(bucket, rows), np.zeros((rows, PARAM_WORDS), np.int32))
         (step if whole else by_hand)()
         self.turn = (self.turn + 1) % RING
-        self.stream.synchronize()
-        if not whole:
-            self.replays[variant, bucket] = by_hand
-            return
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            step()
-        self.pool = self.pool or graph.pool()
-        self.replays[variant, bucket] = graph.replay
+        self.gpu.synchronize()
+        self.replays[variant, bucket] = self.gpu.capture(step) if whole else by_hand
 
     def _fill(self, slot: int, t: int, s: int, arrays: dict[str, np.ndarray], params: np.ndarray) -> None:
         """Writes a step's arrays, of this home group, into a slot of the ring."""
@@ -123,14 +150,11 @@ class CudaExecutor(Executor):
         arrays = {name: step.arrays[name][mine_t] for name in ("ids", "pos", "slot", "row")}
         arrays |= {name: step.arrays[name][mine_s] for name in ("last", "request_slots", "table")}
         self._fill(slot, t, s, arrays, step.params[mine_s])
-        with torch.cuda.stream(self.stream):
+        with self.gpu.current():
             self._change_state(step.ops)
             self.replays[step.variant, t]()
-            more = [
-                torch.empty(r.shape, dtype=r.dtype, pin_memory=True).copy_(r, non_blocking=True)
-                for r in self._extra(step)
-            ]
-            self.done[slot].record(self.stream)
+            more = [self.gpu.pinned(*r.shape, dtype=r.dtype).copy_(r, non_blocking=True) for r in self._extra(step)]
+            self.done[slot].record()
         self.turn = (slot + 1) % RING
 
         def wait() -> StepResult:

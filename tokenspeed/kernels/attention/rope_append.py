@@ -64,36 +64,37 @@ def prepare(
     await_inputs(PDL)
     if of_k:
         source = k + token * k_token + index[:, None] * k_head
+        w = wk
     else:
         source = q + token * q_token + index[:, None] * q_head
+        w = wq
     first = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half + column[None, :], mask=inside, other=0.0).to(tl.float32)
     rest = tl.zeros([HEADS, REST if REST > 0 else 1], tl.float32)
     if REST > 0:
         rest = tl.load(source + 2 * half + past[None, :], mask=spared, other=0.0).to(tl.float32)
     if NORM:
-        w = wk if of_k else wq
         first, second, rest = normed(first, second, rest, w, half, width, eps, column, past, kind, HALF, REST)
     # A hole is copied, not turned by zero: a NaN in one half must not reach the other.
     a = tl.where(turns, first * cos - second * sin, first).to(kind)
     b = tl.where(turns, second * cos + first * sin, second).to(kind)
     if of_k:
         store = kcache.dtype.element_ty
-        target = kcache + into * c_slot + index[:, None] * c_head
-        tl.store(target + column[None, :], a.to(store), mask=inside & held)
-        tl.store(target + half + column[None, :], b.to(store), mask=inside & held)
+        k_at = kcache + into * c_slot + index[:, None] * c_head
+        tl.store(k_at + column[None, :], a.to(store), mask=inside & held)
+        tl.store(k_at + half + column[None, :], b.to(store), mask=inside & held)
         if REST > 0:
-            tl.store(target + 2 * half + past[None, :], rest.to(kind).to(store), mask=spared & held)
+            tl.store(k_at + 2 * half + past[None, :], rest.to(kind).to(store), mask=spared & held)
         whole = tl.arange(0, WIDTH)
         every = live[:, None] & (whole < width)[None, :] & held
         value = tl.load(v + token * v_token + index[:, None] * v_head + whole[None, :], mask=every, other=0.0)
         tl.store(vcache + into * c_slot + index[:, None] * c_head + whole[None, :], value.to(store), mask=every)
     else:
-        target = out + token * out_token + index[:, None] * out_head
-        tl.store(target + column[None, :], a, mask=inside)
-        tl.store(target + half + column[None, :], b, mask=inside)
+        q_at = out + token * out_token + index[:, None] * out_head
+        tl.store(q_at + column[None, :], a, mask=inside)
+        tl.store(q_at + half + column[None, :], b, mask=inside)
         if REST > 0:
-            tl.store(target + 2 * half + past[None, :], rest.to(kind), mask=spared)
+            tl.store(q_at + 2 * half + past[None, :], rest.to(kind), mask=spared)
 
 
 def rope_append(

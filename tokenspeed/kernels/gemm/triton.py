@@ -21,7 +21,7 @@ from torch import Tensor
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.softmax import product
 from tokenspeed.kernels.dependent import await_inputs, prefetch
-from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
+from tokenspeed.kernels.launch import launch, power_of_2, processors, scratch
 
 MAX_TOKENS = 64
 
@@ -104,17 +104,28 @@ def few_rows(
         tl.store(target, acc.to(kind), mask=inside)
 
 
+STREAM, DEVICE = 62.0, 4000.0  # KB/us that one block takes in, and all together (measured on an H200)
+
+
 def tiling_of(tokens: int, n: int, k: int, exact: bool, slots: int) -> Tiling:
-    """The tiling of a product of `tokens` rows with an [n, k] weight on a device of `slots` multiprocessors."""
+    """The tiling of a product of `tokens` rows with an [n, k] weight on a device of `slots` multiprocessors.
+
+    Parts of K cost their merge, so there are no more of them than keep the memory busy.
+    """
     if exact:
-        columns, depth, warps, stages, resident = 32, 32, 8, 1, 2
-    elif tokens <= 16:
-        columns, depth, warps, stages, resident = 64, 128, 4, 4, 2
+        columns, depth, warps, stages = 32, 32, 8, 1
     else:
-        columns, depth, warps, stages, resident = 64, 128, 4, 3, 2
-    overhead = 0.002 + 4 * tokens / max(1, k)  # a partial sum is written and read: 8 bytes beside 2 k bytes of weight
-    parts = even_splits(-(-n // columns), resident * slots, min(16, -(-k // depth)), overhead)
-    return Tiling(columns, depth, parts, warps, stages)
+        columns, depth, warps, stages = 64, 128, 4, 4
+    tiles = -(-n // columns)
+    least, best = float("inf"), 1
+    for parts in range(1, min(16, -(-k // depth)) + 1):
+        waves = -(-tiles * parts // (2 * slots))
+        block = 2 * columns * k / parts / 1024  # KB of weight
+        merge = 1.3 + 0.03 * tokens + 0.05 * parts if parts > 1 else 0.0
+        cost = max(2 * n * k / 1024 / DEVICE, waves * block / STREAM) + merge
+        if cost < least:
+            least, best = cost, parts
+    return Tiling(columns, depth, best, warps, stages)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor, tiling: Tiling | None = None) -> None:

@@ -27,7 +27,7 @@ def slot_words(tokens: int, rows: int, width: int) -> int:
 
 @triton.jit
 def unpack(
-    counter, ring, slot_size, slots, ids, pos, slot, row, last, request, params, table, table_stride, sampled, T, S,
+    counter, ring, slot_size, slots, ids, pos, slot, row, last, request, words, table, table_stride, sampled, T, S,
     blocks, HEAD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. blocks - 1 take a block of tokens each, the others one row."""
@@ -51,7 +51,7 @@ def unpack(
         tl.store(last + s, tl.load(rows + s))
         tl.store(request + s, tl.load(rows + S + s))
         word = tl.arange(0, WORDS)
-        tl.store(params + s * WORDS + word, tl.load(rows + 2 * S + s * WORDS + word))
+        tl.store(words + s * WORDS + word, tl.load(rows + 2 * S + s * WORDS + word))
         width = tl.load(source)
         pages = rows + (2 + WORDS) * S + s * width
         for base in range(0, width, BLOCK):

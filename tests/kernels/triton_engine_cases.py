@@ -1,0 +1,135 @@
+"""A model compiled for a GPU, run whole on CPU: its Triton kernels in the interpreter, the executor's ring and feedback as
+they are, a graph replayed as its calls; run by test_triton_interpret.py in a process of its own."""
+
+from __future__ import annotations
+
+import tests.kernels.interpreter  # isort: skip  # noqa: F401
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenspeed.compiler.api import compile_model
+from tokenspeed.compiler.artifact import load_artifact
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
+from tokenspeed.models import find_family
+from tokenspeed.runtime.checkpoint import DummyCheckpoint
+from tokenspeed.runtime.cuda_executor import CudaExecutor
+from tokenspeed.runtime.executor import Executor, RankConfig, Step
+from tokenspeed.runtime.progress import silent
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 203,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PAGE, PAGES = 4, 24
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Host:
+    """Stands in for the device: work is done when it is asked for."""
+
+    device = torch.device("cpu")
+
+    def current(self) -> Any:
+        return contextlib.nullcontext()
+
+    def event(self) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+        return step
+
+
+class _Interpreted(CudaExecutor):
+    make_gpu = _Host
+
+
+def _executor(kind: type[Executor], device: str, folder: Path, dtype: str) -> Executor:
+    compiled = compile_model(
+        find_family("Qwen3ForCausalLM"), CONFIG, dtype=dtype, cache_dtype=dtype, buckets=(1, 2, 4, 8), max_rows=4,
+        device=device,
+    )  # fmt: skip
+    artifact = load_artifact(compiled.write(folder / device.replace(":", "-")))
+    return kind(RankConfig("", {}, 0, PAGE, PAGES, 64, 1), artifact, DummyCheckpoint(CONFIG, 3), silent)
+
+
+def _steps() -> list[tuple[str, Step]]:
+    """Two prompts of 3 and 5 tokens in one step, then decodes whose ids wait for the step before, then one request alone
+    with log-probabilities."""
+    tables = np.arange(8, dtype=np.int32).reshape(4, 2)[:, ::-1] * 2 + 1
+
+    def step(rows: list[tuple[int, int, list[int]]], bucket: int, variant: str, flags: int) -> Step:
+        """rows: (request slot, first position, ids)."""
+        s = min(bucket, 4)
+        arrays = {n: np.full(bucket, -1, np.int32) for n in ("ids", "pos", "slot", "row")}
+        arrays |= {n: np.full(s, -1, np.int32) for n in ("last", "request_slots")}
+        arrays["table"] = np.zeros((s, 2), np.int32)
+        params = np.zeros((s, PARAM_WORDS), np.int32)
+        at = 0
+        for i, (slot, start, ids) in enumerate(rows):
+            for j, token in enumerate(ids):
+                p = start + j
+                arrays["ids"][at], arrays["pos"][at], arrays["row"][at] = token, p, i
+                arrays["slot"][at] = tables[slot, p // PAGE] * PAGE + p % PAGE
+                at += 1
+            arrays["last"][i], arrays["request_slots"][i], arrays["table"][i] = at - 1, slot, tables[slot]
+            params[i, Word.FLAGS] = flags
+            params[i, Word.SEED_LO], params[i, Word.POSITION], params[i, Word.SLOT] = 7 + slot, start + len(ids), slot
+            params[i, Word.TEMPERATURE] = np.float32(0.8).view(np.int32)
+        return Step(bucket, s, variant, arrays, params, [])
+
+    greedy, random = int(Flag.VALID | Flag.GREEDY), int(Flag.VALID)
+    return [
+        ("prompts", step([(2, 0, [5, 9, 20]), (0, 0, [1, 2, 3, 4, 150])], 8, "gumbel", greedy)),
+        ("decode", step([(0, 5, [-1]), (2, 3, [-3])], 2, "gumbel", greedy)),
+        ("sampled", step([(2, 4, [-3]), (0, 6, [-1])], 4, "gumbel", random)),
+        ("alone", step([(0, 7, [-1])], 1, "full", greedy | int(Flag.LOGPROBS))),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_equal_those_of_the_cpu(dtype: str, tmp_path: Path) -> None:
+    cpu = _executor(Executor, "cpu", tmp_path, dtype)
+    gpu = _executor(_Interpreted, "cuda:90", tmp_path, dtype)
+    for name, step in _steps():
+        want, pending = cpu.run(step), gpu.launch(step)
+        got = pending()
+        live = step.arrays["last"] >= 0
+        assert got.tokens[live].tolist() == want.tokens[live].tolist(), name
+        if want.logprobs is not None:
+            assert got.logprobs is not None
+            np.testing.assert_allclose(
+                got.logprobs[live], want.logprobs[live], atol=1e-4 if dtype == "float32" else 0.1
+            )
+
+
+def test_two_steps_in_flight(tmp_path: Path) -> None:
+    """The second step is launched before the first one's tokens are read, and takes them on the device."""
+    cpu = _executor(Executor, "cpu", tmp_path, "float32")
+    gpu = _executor(_Interpreted, "cuda:90", tmp_path, "float32")
+    steps = [s for _, s in _steps()][:3]
+    pending = [gpu.launch(s) for s in steps]
+    for step, wait in zip(steps, pending, strict=True):
+        live = step.arrays["last"] >= 0
+        assert wait().tokens[live].tolist() == cpu.run(step).tokens[live].tolist()
