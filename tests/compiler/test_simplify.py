@@ -65,7 +65,7 @@ def test_each_rule(case: str) -> None:
     text = plain()
     assert EMBED in text
     p = parse_program(text.replace(EMBED, new))
-    assert worthwhile(p.nodes, p.types)
+    assert worthwhile(p.nodes, p.results)
     q = simplify(p, repairs(p))
     lines = body(q)
     first = next(i for i, x in enumerate(lines) if x.startswith("%layers.0.norm1 ="))
@@ -104,6 +104,7 @@ def test_a_gather_sinks_below_an_op_on_rows_where_fewer_bytes_move() -> None:
 def test_what_the_solver_made_is_left_alone() -> None:
     for mesh in ("tp=2", "dp=2,tp=2"):
         p = parse_program(plain(mesh))
+        assert not worthwhile(p.nodes, p.results)
         assert print_program(simplify(p, repairs(p))) == print_program(p)
 
 

@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit", type=_nbytes, metavar="BYTES",
         help="what a rank may hold of weights and activations (KV pages come on top), e.g. 80GiB: a plan that needs more is not chosen",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-certificate", action="store_true", help="do not run the programs at reduced extents beside one rank"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every redistribution, identical layers folded")
 
 
@@ -46,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
-    compiled = compile_options(config, bar(), args.calibration, tactics=args.tactic, memory_limit=args.memory_limit)
+    compiled = compile_options(
+        config, bar(), args.calibration, tactics=args.tactic, memory_limit=args.memory_limit,
+        certificate=not args.no_certificate,
+    )  # fmt: skip
     try:
         path = write_artifact(config, compiled, args.output)
     except OSError as fault:

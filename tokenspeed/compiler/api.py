@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import __version__
-from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, semantic_key
+from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, programs_key, semantic_key
 from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.explain import explain_text
 from tokenspeed.compiler.passes.bind import Binder
+from tokenspeed.compiler.passes.certify import certify
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.passes.tactics import parse_tactics
 from tokenspeed.compiler.weightmap import to_json
@@ -46,7 +47,8 @@ class Compiled:
         root = Path(out)
         programs = root / "programs"
         programs.mkdir(parents=True, exist_ok=True)
-        (root / "manifest.json").unlink(missing_ok=True)
+        for name in ("manifest.json", "certificate.json"):
+            (root / name).unlink(missing_ok=True)
         for old in programs.glob("*.ir"):
             if f"programs/{old.name}" not in self.files:
                 old.unlink()
@@ -77,6 +79,11 @@ class Compiled:
         lines.append(
             f"  a rank holds {r.weight_bytes / 2**20:.1f} MiB of weights and {arena / 2**20:.1f} MiB of activations at most"
         )
+        if "certificate.json" in self.files:
+            rows = json.loads(self.files["certificate.json"])["bodies"]
+            lines.append(
+                f"  certificate: {len(rows)} program bodies equal one rank on {sum(b['values'] for b in rows)} values"
+            )
         lines.append(
             f"  artifact {m['semantic_key'][:16]}, {len(json.loads(self.files['kernels.json']))} kernel bindings"
         )
@@ -113,11 +120,13 @@ def compile_model(
     buckets: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), max_rows: int = 256, device: str = "cpu",
     calibration: str = "cpu", objective: str = "default", stored: Callable[[str], str | None] = lambda _: None,
     checkpoint: Mapping[str, Any] | None = None, tactics: Sequence[str] = (), memory_limit: int | None = None,
+    certificate: bool = False,
     variants: Sequence[str] = ("gumbel", "full"), progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Compiled:  # fmt: skip
     """Compiles `model` (a root module class) for one plan and set of token buckets (rows a home group).
 
     `tactics`: NAME=VALUE items or .json files of them (`passes/tactics.py`), pinned choices of the solver.
+    `certificate`: run every program body at reduced extents beside one rank, and say so in certificate.json.
     `memory_limit`: bytes a rank may hold of weights and arena (KV pages come on top).
     Raises a TokenSpeedError with a code: P0xx (annotation, body or plan), C001 (configuration), V (a compiler fault).
     """
@@ -141,6 +150,9 @@ def compile_model(
     files["kernels.json"] = dump(kernels)
     files["explain.json"] = dump({"programs": result.explain, "cost_us": result.costs_us})
     files["explain.txt"] = "\n".join(explain_text(e) for e in result.explain.values()) + "\n"
+    if certificate:
+        texts = {name: digest(text) for name, text in files.items() if name.startswith("programs/")}
+        files["certificate.json"] = dump(certify(request, result.bodies) | {"programs": programs_key(texts)})
     plan = result.layout.plan
     manifest = {
         "schema": SCHEMA, "compiler": __version__, "model": f"{model.__module__.rpartition('.')[2]}:{model.__name__}",

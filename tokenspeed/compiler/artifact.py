@@ -4,6 +4,7 @@
     programs/       one IR text a (variant, token bucket)
     weights.json    the weight map            ports.json    the scheduler ABI and the cache groups
     kernels.json    the kernel of every op signature, by bucket
+    certificate.json  what was run beside one rank, and how far apart (absent with --no-certificate)
     explain.json    every collective          checkpoint.json   where the weights were (not covered by the key)
     tokenizer*.json and generation_config.json, where the model has a tokenizer (not covered by the key either)
 
@@ -73,6 +74,10 @@ class Artifact:
     def explain(self) -> dict[str, Any]:
         return _read(self.path, "explain.json")
 
+    def certificate(self) -> dict[str, Any] | None:
+        """The equivalence certificate; None where none was made."""
+        return _read(self.path, "certificate.json") if "certificate.json" in self.manifest["files"] else None
+
     def checkpoint(self) -> dict[str, Any]:
         return _read(self.path, "checkpoint.json")
 
@@ -130,6 +135,11 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def programs_key(files: Mapping[str, str]) -> str:
+    """The name of a set of programs: of the digests of their texts by file name."""
+    return digest(dump({name: d for name, d in files.items() if name.startswith("programs/")}))
+
+
 def semantic_key(manifest: Mapping[str, Any]) -> str:
     """The name of what was compiled: of everything in the manifest but the machine it was compiled on."""
     return digest(dump({k: v for k, v in manifest.items() if k not in ("compat", "semantic_key")}))
@@ -146,6 +156,10 @@ def load_artifact(path: str | Path) -> Artifact:
     for name, want in manifest["files"].items():
         if digest(_text(root, name)) != want:
             raise ArtifactError(f"{root / name} is damaged: it is not what the manifest names; {_AGAIN}")
+    if "certificate.json" in manifest["files"]:
+        certificate = _read(root, "certificate.json")
+        if certificate.get("programs") != programs_key(manifest["files"]):
+            raise ArtifactError(f"{root}: its certificate was made for other programs; {_AGAIN}")
     plan = parse_plan(manifest["plan"])
     weights = from_json(_read(root, "weights.json"), plan, manifest["sizes"], manifest["logical"])
     return Artifact(root, manifest, weights, _read(root, "ports.json"), _read(root, "kernels.json"))

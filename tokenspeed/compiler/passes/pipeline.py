@@ -71,6 +71,7 @@ class Result:
     costs_us: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0  # of the rank that holds most
     arena_bytes: dict[str, int] = field(default_factory=dict)
+    bodies: list[Body] = field(default_factory=list)
 
 
 @dataclass
@@ -114,9 +115,24 @@ class Problem:
         """Pass 5."""
         return solve(self.flat, self.choices, self.repairs, self.rows, self.results, self.values, tactics, extra)
 
-    def build(self, solution: Solution, cache: LeafCache) -> Program:
-        """Pass 6."""
-        return build_program(self.flat, self.choices, self.repairs, solution.rows, self.results, self.bucket, cache)
+
+@dataclass
+class Body:
+    """One program body that was chosen, and the buckets that run it."""
+
+    problem: Problem  # of the first of them
+    rows: list[Row]
+    buckets: list[int] = field(default_factory=list)
+
+
+def build(problem: Problem, rows: list[Row], cache: LeafCache) -> tuple[Program, bool]:
+    """Passes 6 to 9: the verified program of these rows, and whether its body depends on the bucket's prices."""
+    p = build_program(problem.flat, problem.choices, problem.repairs, rows, problem.results, problem.bucket, cache)
+    priced = worthwhile(p.nodes, p.results)
+    if priced:
+        p = simplify(p, problem.repairs)
+    verify(p)
+    return p, priced
 
 
 def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepared:
@@ -155,11 +171,13 @@ def run_passes(r: Request) -> Result:
         result.results[variant] = ["token", *flat.exports]
         cache = LeafCache()
         known: _Known = {}
+        bodies: dict[int, Body] = {}
         for t, rows in r.buckets:
             problem = ready.bucket({"t": t, "s": rows})
             made = _Made(problem, r, cache, known, arenas)
             solution = made.within(result.weight_bytes)
             p, body, explainer = made.program(solution)
+            bodies.setdefault(id(explainer), Body(problem, solution.rows)).buckets.append(t)
             result.texts[variant, t] = print_header(p) + "\n" + body
             result.programs[variant, t] = p
             edges |= dict.fromkeys(
@@ -171,6 +189,7 @@ def run_passes(r: Request) -> Result:
             result.costs_us[f"{variant}.t{t}"] = round(solution.cost, 3)
             done += 1
             r.progress("compile", done, total)
+        result.bodies += bodies.values()
     assert result is not None
     r.tactics.check(list(edges))
     return result
@@ -194,12 +213,8 @@ class _Made:
         problem = self.problem
         key = (tuple(sorted(problem.factors.items())), solution.picks)
         if key not in self.known:
-            p = problem.build(solution, self.cache)
-            if worthwhile(p.nodes, p.types):  # what pays here may not pay in another bucket
-                p = simplify(p, problem.repairs)
-                key = (key, problem.bucket["t"])
-        if key not in self.known:
-            verify(p)
+            p, priced = build(problem, solution.rows, self.cache)
+            key = (key, problem.bucket["t"]) if priced else key  # what pays here may not pay in another bucket
             text = print_program(p)
             verify_round_trip(text)
             self.known[key] = p, text.partition("\n")[2], Explainer(p)

@@ -26,23 +26,24 @@ from tokenspeed.ir.types import ROW_DIMS, Type
 
 def simplify(p: Program, repairs: Repairs) -> Program:
     """The same program with less traffic; `p` itself where there is nothing to do."""
-    if not worthwhile(p.nodes, p.types):
+    if not worthwhile(p.nodes, p.results):
         return p
     work = _Work(p.nodes, p.types, p.params, p.results, repairs)
     work.run()
     return replace(p, nodes=work.nodes, types=work.types, results=work.results)
 
 
-def worthwhile(nodes: Iterable[Node], types: dict[str, Type]) -> bool:
-    """Whether some rule may apply: two redistributions of one value are equal or in a row, or one is read by nobody or by
-    an op that works on rows as they lie."""
+def worthwhile(nodes: Iterable[Node], results: Iterable[str]) -> bool:
+    """Whether some rule may apply: two redistributions are equal, in a row for two edges (the steps of one edge are a
+    cheapest path), or one is read by nobody, or by an op that works on rows as they lie."""
     made: dict[str, Node] = {}
     seen: set[object] = set()
-    readers = Counter(i for n in nodes for i in n.inputs)
+    readers = Counter([*(i for n in nodes for i in n.inputs), *results])
     for n in nodes:
         if _moves(n):
             key = _key(n)
-            if key in seen or n.inputs[0] in made or not readers[n.outputs[0]]:
+            inner = made.get(n.inputs[0])
+            if key in seen or not readers[n.outputs[0]] or (inner is not None and _edge(n) != _edge(inner)):
                 return True
             seen.add(key)
             made[n.outputs[0]] = n
@@ -55,6 +56,11 @@ def worthwhile(nodes: Iterable[Node], types: dict[str, Type]) -> bool:
 
 def _moves(n: Node) -> bool:
     return n.op != "call" and isinstance(OPS[n.op], Redistribute)
+
+
+def _edge(n: Node) -> str:
+    """The value whose edge an inserted op serves, as its note says; another one for each op without a note."""
+    return n.note.partition(" ")[0] or n.outputs[0]
 
 
 def _key(n: Node) -> object:

@@ -46,6 +46,14 @@ class Config:
         other._hidden, other.read = self._hidden | {field}, self.read
         return other
 
+    def values(self) -> dict[str, Any]:
+        """All fields, read or not."""
+        return dict(self._values)
+
+    def replaced(self, **fields: Any) -> Config:
+        """Another configuration with some fields overwritten; what is read of it is recorded apart."""
+        return Config(self._values | fields)
+
     @property
     def head_dim(self) -> int:
         d = self.get("head_dim")

@@ -1,0 +1,198 @@
+"""Pass 15: the equivalence certificate. Every program body that was chosen is built again for the same model at reduced
+extents, run in the n-rank simulator in float64 beside the one-rank program, and compared value by value and token by token.
+
+Invariant: the reduced program has the placements and redistributions of the real one (first and last layer), because its
+rows are the chosen ones and only extents differ; heads, KV heads and what divides by the ranks are kept. A difference is
+V17. The certificate names the programs it stands for by their digest, and loading checks that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler.passes.insert import LeafCache
+from tokenspeed.compiler.passes.pipeline import Body, Prepared, Problem, Request, build, prepare
+from tokenspeed.compiler.passes.rows import Row
+from tokenspeed.compiler.passes.weights import build_weight_map
+from tokenspeed.compiler.trial import batch, random_weights, runtime_sizes
+from tokenspeed.ir.errors import VerifyError
+from tokenspeed.ir.graph import Program, row_factors
+from tokenspeed.ir.mesh import Mesh, Plan, make_plan
+from tokenspeed.ir.simulate import Simulator
+from tokenspeed.ir.types import ROW_DIMS, Type
+
+SEED = 20
+BOUND = 1e-9  # of a value, relative to the largest of its kind; float64 sums in another order stay far below
+FLOOR = 1e-12  # errors below are reported as this, so that a certificate does not depend on the machine
+
+#: configuration fields that are cut to these, where they are larger; `ranks` keeps what divides dividing
+_DEPTH, _WIDTH, _POSITIONS = "num_hidden_layers", "head_dim", "max_position_embeddings"
+
+
+def certify(r: Request, bodies: Sequence[Body]) -> dict[str, Any]:
+    """What was run and how far apart the results were. VerifyError V17 where they differ."""
+    over = reduced(r.config.values(), r.plan.mesh.ranks)
+    small = replace(r, config=r.config.replaced(**over), dtype="f32", cache_dtype="f32", stored=lambda _: None)
+    alone = replace(small, plan=make_plan(Mesh(()), ""))
+    rows: list[dict[str, Any]] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they do, and sums keep one order
+    try:
+        for variant in r.variants:
+            mine = [b for b in bodies if b.problem.flat.variant == variant]
+            pair = _Pair(prepare(small, variant), prepare(alone, variant), r.config.values().get(_DEPTH, 0))
+            rows += [{"variant": variant, "buckets": b.buckets} | pair.check(b) for b in mine]
+    finally:
+        torch.set_num_threads(threads)
+    return {"seed": SEED, "precision": "float64", "bound": BOUND, "reduced": over, "bodies": rows}
+
+
+def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Fields to overwrite: two layers, narrow heads, and widths that divide by the ranks exactly where the real ones do."""
+
+    def width(name: str, units: int) -> int:
+        n = config[name]
+        return min(n, ranks * max(units, 32 // ranks) + n % ranks)
+
+    out: dict[str, int] = {}
+    for name, units in (("hidden_size", 8), ("intermediate_size", 8), ("vocab_size", 64)):
+        if isinstance(config.get(name), int):
+            out[name] = width(name, units)
+    for name, most in ((_DEPTH, 2), (_POSITIONS, 64)):
+        if isinstance(config.get(name), int):
+            out[name] = min(config[name], most)
+    if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
+        head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
+        out[_WIDTH] = min(head, 8)
+    return out
+
+
+@dataclass
+class _Pair:
+    """The reduced model on the plan and on one rank."""
+
+    many: Prepared
+    one: Prepared
+    layers: int  # of the real model
+    known: dict[object, dict[str, Any]] = field(default_factory=dict)  # by the reduced program
+
+    def __post_init__(self) -> None:
+        self.weights = [
+            random_weights(build_weight_map(p.flat, p.choices.layout, p.choices.b, p.names), SEED) for p in (self.many, self.one)
+        ]  # fmt: skip
+
+    def check(self, body: Body) -> dict[str, Any]:
+        plan = self.many.choices.layout.plan
+        t, s = _rows(plan, body.problem.bucket)
+        problem = self.many.bucket({"t": t, "s": s})
+        chosen = self._rows_of(body, problem)
+        key = (t, s, tuple(map(_placed, chosen)))
+        if key not in self.known:
+            self.known[key] = self._run(problem, chosen)
+        return self.known[key]
+
+    def _run(self, problem: Problem, chosen: list[Row]) -> dict[str, Any]:
+        plan, (t, s) = problem.repairs.plan, problem.bucket.values()
+        p, _ = build(problem, chosen, LeafCache())
+        groups = plan.mesh.size(plan.home)
+        single = self.one.bucket({"t": t * groups, "s": s * groups})
+        q, _ = build(single, single.solve().rows, LeafCache())
+        values, tokens, error = _compare(p, q, groups, self.weights)
+        return {"rows": {"t": t, "s": s}, "values": values, "tokens": tokens, "max_error": error}
+
+    def _rows_of(self, body: Body, problem: Problem) -> list[Row]:
+        """The chosen rows of the real program's first and last layer; the cheapest where they do not fit together."""
+        real = {n.name: row for n, row in zip(body.problem.flat.nodes, body.rows)}
+        last = str(max(self.layers - 1, 0))
+        out: list[Row] = []
+        for n, options in zip(problem.flat.nodes, problem.rows):
+            want = real.get(re.sub(r"(?<=layers\.)1(?=\.)", last, n.name))
+            match = [o for o in options if want is not None and _placed(o) == _placed(want)]
+            if not match:
+                return problem.solve().rows
+            out.append(match[0])
+        return out
+
+
+def _placed(row: Row) -> object:
+    def bare(t: Type) -> object:
+        return t.dims, t.pending, t.kind, t.index
+
+    return tuple(map(bare, row.ins)), tuple(map(bare, row.outs)), row.stars
+
+
+def _rows(plan: Plan, bucket: Mapping[str, int]) -> tuple[int, int]:
+    """The smallest rows a home group that split over the same axes as the bucket's, and hold two requests where it can."""
+
+    def like(n: int, least: int) -> int:
+        want = row_factors(plan, n)
+        return next(m for m in range(min(n, least), n + 1) if row_factors(plan, m) == want)
+
+    t = like(bucket["t"], 6)
+    return t, min(like(bucket["s"], 2), t)
+
+
+def _compare(p: Program, q: Program, groups: int, weights: Sequence[Mapping[str, Tensor]]) -> tuple[int, int, float]:
+    """A prefill and a decode step on both; (values compared, tokens compared, largest relative error)."""
+    t, s = p.bucket["t"], p.bucket["s"]
+    g = torch.Generator().manual_seed(SEED)
+    each = max(1, min(2, s, t))  # requests a home group
+    length = max(1, t // each - 1) if t > each else 1
+    vocab = p.logical.get("v", 64)
+    prompts = torch.randint(0, vocab, (groups, each, length), generator=g).tolist()
+    caches: list[dict[str, list[Tensor]]] = [{}, {}]
+    first = [[(i * each + k, prompts[i][k], 0) for k in range(each)] for i in range(groups)]
+    values = tokens = 0
+    error = 0.0
+    for step in range(2):
+        work = first if step == 0 else [[(n, [7 + n], length) for n, _, _ in requests] for requests in first]
+        flat = [r for requests in work for r in requests]
+        outs = []
+        for prog, w, cache, spread in ((p, weights[0], caches[0], work), (q, weights[1], caches[1], [flat])):
+            sim = Simulator(prog, runtime_sizes(prog))
+            outs.append((sim, *sim.run(batch(prog, spread, dict.fromkeys((r[0] for r in flat), SEED)), w, cache)))
+        (many, results, env), (_, expected, reference) = outs
+        size = len(flat) // groups * len(flat[0][1])
+        index = {
+            "t": (torch.cat([torch.arange(i * t, i * t + size) for i in range(groups)]), torch.arange(size * groups)),
+            "s": (torch.cat([torch.arange(i * s, i * s + each) for i in range(groups)]), torch.arange(each * groups)),
+        }  # fmt: skip
+        for name, theirs in reference.items():
+            if name in p.ports or name not in env or name not in p.types or p.types[name].index:
+                continue
+            kind = p.types[name]
+            mine, right = many.meaning.assemble(env[name], kind), theirs[0]
+            if isinstance(right, tuple):
+                right = right[1] if kind.kind == "argmax" or not kind.pending else right[0]
+            if isinstance(mine, tuple):
+                mine = mine[-1]
+            row = kind.dims[0].name
+            if row not in ROW_DIMS or mine.shape[1:] != right.shape[1:]:
+                continue  # padded dims of another extent on one rank
+            a, b = mine[index[row][0]], right[index[row][1]]
+            error = max(error, _apart(a.double(), b.double(), name, p))
+            values += 1
+        a, b = results[0][index["s"][0]], expected[0][index["s"][1]]
+        if not torch.equal(a, b):
+            raise VerifyError("V17", f"{p.variant}, {t} tokens: the plan samples {a.tolist()}, one rank {b.tolist()}")
+        tokens += a.numel()
+    return values, tokens, 10.0 ** math.ceil(math.log10(max(error, FLOOR)))
+
+
+def _apart(a: Tensor, b: Tensor, name: str, p: Program) -> float:
+    finite = b.isfinite()
+    same = torch.equal(finite, a.isfinite())
+    scale = float(b[finite].abs().max().clamp(min=1.0)) if finite.any() else 1.0
+    error = float((a[finite] - b[finite]).abs().max()) / scale if same and finite.any() else 0.0 if same else math.inf
+    if error > BOUND:
+        raise VerifyError(
+            "V17", f"{p.variant}, {p.bucket['t']} tokens: %{name} : {p.types[name]} is {error:.1e} away from one rank's"
+        )
+    return error
