@@ -7,6 +7,7 @@ communicates; the scheduler keeps the buckets of the ranks along them equal.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from tokenspeed.ir.errors import VerifyError
@@ -31,28 +32,34 @@ def agreement(p: Program) -> Axes:
     return p.plan.mesh.ordered({a for _, axes, _ in chain(p) for a in axes if a in p.plan.home})
 
 
+def meet(p: Program, r: int, peer: int) -> list[tuple[str, Axes, Type]]:
+    """The collectives of `p` in which two ranks take part together."""
+    a, b = p.plan.mesh.coords(r), p.plan.mesh.coords(peer)
+    apart = {x for x in a if a[x] != b[x]}
+    return [c for c in chain(p) if apart <= set(c[1])]
+
+
 def verify_ranks(programs: Sequence[Program]) -> None:
     """VerifyError V7 or V8 where `programs`, one a rank of their mesh, cannot be replayed together."""
-    mesh = programs[0].plan.mesh
-    if len(programs) != mesh.ranks or any(p.plan != programs[0].plan for p in programs):
+    first = programs[0]
+    mesh, home = first.plan.mesh, first.plan.home
+    if len(programs) != mesh.ranks or any(p.plan != first.plan for p in programs):
         raise VerifyError(
             "V9", f"{len(programs)} programs on the plans {sorted({p.plan.describe() for p in programs})}"
         )
-    chains = [list(chain(p)) for p in programs]
-    for r, p in enumerate(programs):
-        for peer in (q for q in range(mesh.ranks) if q != r):
-            apart = {a for a in mesh.names if mesh.coords(r)[a] != mesh.coords(peer)[a]}
-            mine, theirs = ([c for c in chains[x] if apart & set(c[1])] for x in (r, peer))
-            if apart & set(agreement(p)) and p.bucket != programs[peer].bucket:
-                raise VerifyError(
-                    "V8",
-                    f"ranks {r} and {peer} run the buckets {p.bucket} and {programs[peer].bucket} and meet in a collective",
-                )
-            for k, (a, b) in enumerate(zip(mine, theirs)):
-                if a != b:
-                    raise VerifyError("V7", f"collective {k} of ranks {r} and {peer} differs: {a[0]} over {a[1]} of {a[2]}, "
-                                            f"{b[0]} over {b[1]} of {b[2]}")  # fmt: skip
-            if len(mine) != len(theirs):
-                raise VerifyError(
-                    "V7", f"rank {r} meets rank {peer} in {len(mine)} collectives, it expects {len(theirs)}"
-                )
+    if all(p is first for p in programs):
+        return
+    for r, peer in itertools.combinations(range(mesh.ranks), 2):
+        p, q = programs[r], programs[peer]
+        mine, theirs = meet(p, r, peer), meet(q, r, peer)
+        together = mesh.index(r, home) == mesh.index(peer, home)
+        if (together or mine or theirs) and p.bucket != q.bucket:
+            why = "share a home group" if together else "meet in a collective"
+            raise VerifyError("V8", f"ranks {r} and {peer} {why} and run the buckets {p.bucket} and {q.bucket}")
+        for k, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+            if a != b:
+                raise VerifyError("V7", f"collective {k} of ranks {r} and {peer} differs: {_say(a)} and {_say(b)}")
+
+
+def _say(c: tuple[str, Axes, Type] | None) -> str:
+    return f"{c[0]} over {','.join(c[1])} of {c[2]}" if c else "none"

@@ -322,15 +322,14 @@ def check_products(form: Form, sizes: tuple[int, int], home: bool, report: Repor
         for a in names
     ]
     for first, second in itertools.product(*per_axis):
-        for flip in (False, True):
-            pairs = [{names[0]: s, names[1]: u} for s, u in zip(first, second)]
-            ins = b.types(pairs)
-            if flip:
-                pairs = [dict(reversed(p.items())) for p in pairs]
-                straight, ins = ins, b.types(pairs)
-                if ins == straight:
-                    continue
-            if any({p.partition(":")[0] for p in d.values()} == {"P"} and len(set(d.values())) > 1 for d in pairs):
+        pairs = [{names[0]: s, names[1]: u} for s, u in zip(first, second)]
+        turned = [dict(reversed(p.items())) for p in pairs]
+        choices = [
+            (p, q) if p[names[0]] == p[names[1]] not in ("R", "P", *ROW_DIMS) else (p,) for p, q in zip(pairs, turned)
+        ]
+        for states in itertools.product(*choices):
+            ins = b.types(states)
+            if any({p.partition(":")[0] for p in d.values()} == {"P"} and len(set(d.values())) > 1 for d in states):
                 continue  # a value is pending by one kind
             outs = declared(b, ins)
             if outs is None or not _fits(b, [*ins, *outs]):

@@ -34,8 +34,8 @@ _TYPE = re.compile(r"(\w+)\[([^\]]*)\](?: \+([\w.,]+)| (max|min|lse|argmax|topk|
 # ---- printing --------------------------------------------------------------------------------------------------------
 
 
-def print_program(p: Program) -> str:
-    """Text of one program; deterministic."""
+def print_program(p: Program, typed: bool = True) -> str:
+    """Text of one program; deterministic. Without `typed` the types of what its ops make are left out."""
     out = [
         print_header(p),
         "dims " + " ".join(_extent(p, d) for d in p.logical if d not in p.bucket),
@@ -43,12 +43,12 @@ def print_program(p: Program) -> str:
     for name, leaf in p.leaves.items():
         args = ", ".join(f"%{i}: {leaf.types[i].text(p.plan)}" for i in leaf.inputs)
         out.append(f"leaf @{name}({args}) params({_params(leaf.params, p.plan)})")
-        out += ["  " + _line(n, leaf.types, p.plan) for n in leaf.nodes]
+        out += ["  " + _line(n, leaf.types if typed else None, p.plan) for n in leaf.nodes]
         out.append("  return " + ", ".join(f"%{o}" for o in leaf.outputs))
     out.append(
         f"main({', '.join(f'%{i}: {p.types[i].text(p.plan)}' for i in p.ports)}) params({_params(p.params, p.plan)})"
     )
-    out += ["  " + _line(n, p.types, p.plan) for n in p.nodes]
+    out += ["  " + _line(n, p.types if typed else None, p.plan) for n in p.nodes]
     declared = ", ".join(t.text(p.plan) for t in p.result_types)
     out.append("  return " + ", ".join(f"%{o}" for o in p.results) + f" : {declared}")
     return "\n".join(out) + "\n"
@@ -67,7 +67,12 @@ def _params(params: dict[str, Param], plan: Plan) -> str:
     return ", ".join(f"{q.kind} @{q.name}: {' | '.join(t.text(plan) for t in q.types)}" for q in params.values())
 
 
-def _line(n: Node, types: dict[str, Type], plan: Plan) -> str:
+def print_node(n: Node, types: dict[str, Type], plan: Plan) -> str:
+    """One line of a program."""
+    return _line(n, types, plan)
+
+
+def _line(n: Node, types: dict[str, Type] | None, plan: Plan) -> str:
     args = ", ".join(i if i.startswith("@") else f"%{i}" for i in n.inputs)
     outs = ", ".join(f"%{o}" for o in n.outputs)
     if n.op == "call":
@@ -76,7 +81,7 @@ def _line(n: Node, types: dict[str, Type], plan: Plan) -> str:
         attrs = {k: plan.fold(v) if k == "axes" else v for k, v in n.attrs.items()}
         body = f"{n.op} {args}" + (f" {{{_attrs(attrs)}}}" if attrs else "")
     text = (f"{outs} = " if outs else "") + body
-    if n.outputs:
+    if n.outputs and types is not None:
         text += " : " + ", ".join(types[o].text(plan) for o in n.outputs)
     return text + (f"   ; {n.note}" if n.note else "")
 

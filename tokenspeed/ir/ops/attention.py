@@ -61,6 +61,10 @@ class Append(Op):
         t, kv = ins[0].names[:2]
         slots = ins[3].names[0]
         _check_outer("append", ins[3:], ins[2].index.axes if ins[2].index else ())
+        if len({t.dims[1].axes for t in (ins[0], ins[1], *ins[3:])}) > 1:
+            raise RuleError(
+                "V4", f"append of {ins[0]}, {ins[1]} into {ins[3]}, {ins[4]}: the heads' blocks do not match"
+            )
         if axis in _index("append", ins[2], "its slots", slots):
             legal = {(t, t, t, slots, slots)}
         else:
@@ -132,7 +136,7 @@ class Attend(Op):
     def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
         n, kv = ins[0].dims[1], ins[1].dims[1]
         _check_outer("attend", ins[1:3], ins[5].index.axes if ins[5].index else ())
-        if n.axes[: len(kv.axes)] != kv.axes:
+        if n.axes[: len(kv.axes)] != kv.axes or ins[2].dims != ins[1].dims:
             raise RuleError(
                 "V6",
                 f"the axes of {kv.name} {list(kv.axes)} must be the outer factors of those of {n.name} {list(n.axes)}",

@@ -116,6 +116,19 @@ class Linear(Op):
             out.append(got)
         return out
 
+    def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
+        outs = super().infer(ins, attrs, order, home)
+        x = ins[0]
+        for w in ins[1 : 1 + attrs["segments"]]:
+            for d in attrs["in_dims"]:
+                if x.dim(d).axes != w.dim(d).axes:
+                    raise RuleError(
+                        "V4",
+                        f"linear contracts {d}, sharded in the order {list(x.dim(d).axes)} on the operand and "
+                        f"{list(w.dim(d).axes)} on the weight: their blocks do not match",
+                    )
+        return outs
+
     def reference(
         self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -1,0 +1,351 @@
+"""Mutation testing of the compiler's output: the verifier alone must reject every mutant that is not equal to the original.
+
+    python -m tokenspeed.compiler.mutate [--json] [--programs N] [--models NAME,...]
+
+Mutants of golden programs (dense decoders on six plans) and of fuzzer programs are printed without types, read back and
+verified. Those that pass are run in the simulator: equal to the original on random contents, they are counted apart;
+otherwise they are survivors. The other half: no valid fuzzer program and no alternative plan of a golden model is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler.costs import CostModel, load_costs
+from tokenspeed.compiler.fuzz import OUT_OF_PLAN, compile_source, groups_of, overlap, random_costs
+from tokenspeed.compiler.fuzz_programs import generate
+from tokenspeed.compiler.mutants import Mutant, mutants
+from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
+from tokenspeed.compiler.trial import batch, random_ports, random_weights, runtime_sizes
+from tokenspeed.ir.agreement import meet, verify_ranks
+from tokenspeed.ir.errors import TokenSpeedError, VerifyError
+from tokenspeed.ir.graph import Program
+from tokenspeed.ir.meaning import same_bits
+from tokenspeed.ir.mesh import make_plan, parse_mesh
+from tokenspeed.ir.simulate import Simulator
+from tokenspeed.ir.text import parse_program
+from tokenspeed.ir.verifier import verify
+from tokenspeed.models import find_family
+from tokenspeed.models.nn.config import Config
+
+PLANS = (
+    ("tp=2", ""), ("tp=4", ""), ("dp=2,tp=2", "vp=dp*tp"), ("dp=2,tp=2", "mlp=dp*tp"), ("a=2,b=2", "tp=a*b,mlp=b"),
+    ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"),
+)  # fmt: skip
+BUCKETS = ((4, 4), (8, 4))
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """Two layers, 8 query heads on 2 KV heads, a vocabulary that divides by nothing, biases where the family has them."""
+    return {
+        "architectures": [family], "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
+        "intermediate_size": 24, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": True, "mlp_bias": True,
+    }  # fmt: skip
+
+
+@dataclass
+class Report:
+    """Keys of `--json`: mutants, killed, equivalent, false_rejects, by_kind (kind -> [killed, equivalent, survived])."""
+
+    killed: int = 0
+    equivalent: int = 0
+    survivors: list[str] = field(default_factory=list)
+    false_rejects: list[str] = field(default_factory=list)
+    valid: int = 0  # programs that must pass, and were verified
+    codes: Counter[str] = field(default_factory=Counter)
+    by_kind: dict[str, list[int]] = field(default_factory=dict)
+
+    def count(self, kind: str, column: int) -> None:
+        self.by_kind.setdefault(kind, [0, 0, 0])[column] += 1
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "mutants": self.killed + self.equivalent + len(self.survivors), "killed": self.killed, "equivalent": self.equivalent,
+            "survived": len(self.survivors), "false_rejects": len(self.false_rejects), "valid": self.valid,
+            "codes": dict(sorted(self.codes.items())), "by_kind": dict(sorted(self.by_kind.items())),
+        }  # fmt: skip
+
+
+def golden(family: str, mesh: str, axes: str, costs: CostModel) -> Result:
+    config = tiny(family)
+    plan = make_plan(parse_mesh(mesh), axes)
+    return run_passes(
+        Request(find_family(family), Config(config), plan, BUCKETS, "f32", "f32", costs, variants=("gumbel", "full"))
+    )
+
+
+class Original:
+    """A program, contents for it, and what it makes of them."""
+
+    def __init__(
+        self, text: str, weights: Mapping[str, Tensor], ports: Mapping[str, Tensor], holes: Mapping[int, Tensor]
+    ) -> None:
+        self.p = parse_program(text)
+        self.weights, self.ports, self.holes = weights, ports, holes
+        self.results, self.caches = self.run(self.p)
+
+    def run(self, p: Program) -> tuple[list[Tensor], dict[str, Tensor]]:
+        caches: dict[str, list[Tensor]] = {}
+        sim = Simulator(p, runtime_sizes(p))
+        results, _ = sim.run(self.ports, self.weights, caches)
+        kept = {q.name: q for q in p.all_params() if q.kind == "cache"}
+        stored = {
+            n: sim.meaning.assemble(c, kept[n.rpartition(":")[0]].types[0])
+            for n, c in caches.items()
+            if n.rpartition(":")[0] in kept
+        }
+        return results, stored
+
+    def equals(self, p: Program) -> bool:
+        """Whether another program makes the same of the same contents."""
+        try:
+            results, caches = self.run(p)
+        except (TokenSpeedError, RuntimeError, IndexError, ValueError, KeyError):
+            return False
+        if len(results) != len(self.results) or caches.keys() != self.caches.keys():
+            return False
+        pairs = [
+            *((a, b, self.holes.get(a.shape[0])) for a, b in zip(results, self.results)),
+            *((caches[k], self.caches[k], None) for k in caches),
+        ]
+        return all(_close(a, b, rows) for a, b, rows in pairs)
+
+
+def _close(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if rows is not None:
+        a, b = a[rows], b[rows]
+    if not a.is_floating_point():
+        return same_bits(a, b)
+    return torch.allclose(a, b, rtol=1e-8, atol=1e-8, equal_nan=True)
+
+
+def of_model(r: Result, variant: str, bucket: int) -> Original:
+    """A golden program on a step that prefills two requests a home group, the last group idle where there are several."""
+    text = r.texts[variant, bucket]
+    p = parse_program(text)
+    groups, rng = p.plan.mesh.size(p.plan.home), random.Random(5)
+    vocabulary = p.logical["v"]
+    busy = range(max(groups - 1, 1))
+    work = [
+        [(2 * g + i, [rng.randrange(vocabulary) for _ in range(2 - i)], 0) for i in range(2)] if g in busy else []
+        for g in range(groups)
+    ]
+    ports = batch(p, work, {n: 31 + n for n in range(2 * groups)})
+    valid = (ports["last"] >= 0).nonzero().flatten()
+    return Original(text, random_weights(r.weights), ports, {ports["last"].shape[0]: valid})
+
+
+def judge(m: Mutant, original: Original, report: Report) -> None:
+    """Verifies one mutant; what passes is compared with the original in the simulator."""
+    try:
+        by_text = {t: parse_program(t) for t in dict.fromkeys(m.texts)}
+        for p in by_text.values():
+            verify(p)
+        if len(m.texts) > 1:
+            verify_ranks([by_text[t] for t in m.texts])
+    except VerifyError as e:
+        report.killed += 1
+        report.codes[e.code] += 1
+        report.count(m.kind, 0)
+        return
+    if _apart(m.texts, by_text) if len(m.texts) > 1 else original.equals(next(iter(by_text.values()))):
+        report.equivalent += 1
+        report.count(m.kind, 1)
+    else:
+        report.survivors.append(f"{m.kind}: {m.what}\n{m.texts[0]}")
+        report.count(m.kind, 2)
+
+
+def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
+    """Whether ranks with unlike programs share no home group and meet in no collective: each computes what it would alone."""
+    first = by_text[texts[0]]
+    for r, peer in itertools.combinations(range(len(texts)), 2):
+        if texts[r] != texts[peer]:
+            together = first.plan.mesh.index(r, first.plan.home) == first.plan.mesh.index(peer, first.plan.home)
+            if together or meet(by_text[texts[r]], r, peer) or meet(by_text[texts[peer]], r, peer):
+                return False
+    return True
+
+
+def run(self, p: Program) -> tuple[list[Tensor], dict[str, Tensor]]:
+        caches: dict[str, list[Tensor]] = {}
+        sim = Simulator(p, runtime_sizes(p))
+        results, _ = sim.run(self.ports, self.weights, caches)
+        kept = {q.name: q for q in p.all_params() if q.kind == "cache"}
+        stored = {
+            n: sim.meaning.assemble(c, kept[n.rpartition(":")[0]].types[0])
+            for n, c in caches.items()
+            if n.rpartition(":")[0] in kept
+        }
+        return results, stored
+
+    def equals(self, p: Program) -> bool:
+        """Whether another program makes the same of the same contents."""
+        try:
+            results, caches = self.run(p)
+        except (TokenSpeedError, RuntimeError, IndexError, ValueError, KeyError):
+            return False
+        if len(results) != len(self.results) or caches.keys() != self.caches.keys():
+            return False
+        pairs = [
+            *((a, b, self.holes.get(a.shape[0])) for a, b in zip(results, self.results)),
+            *((caches[k], self.caches[k], None) for k in caches),
+        ]
+        return all(_close(a, b, rows) for a, b, rows in pairs)
+
+
+def _close(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if rows is not None:
+        a, b = a[rows], b[rows]
+    if not a.is_floating_point():
+        return same_bits(a, b)
+    return torch.allclose(a, b, rtol=1e-8, atol=1e-8, equal_nan=True)
+
+
+def of_model(r: Result, variant: str, bucket: int) -> Original:
+    """A golden program on a step that prefills two requests a home group, the last group idle where there are several."""
+    text = r.texts[variant, bucket]
+    p = parse_program(text)
+    groups, rng = p.plan.mesh.size(p.plan.home), random.Random(5)
+    vocabulary = p.logical["v"]
+    busy = range(max(groups - 1, 1))
+    work = [
+        [(2 * g + i, [rng.randrange(vocabulary) for _ in range(2 - i)], 0) for i in range(2)] if g in busy else []
+        for g in range(groups)
+    ]
+    ports = batch(p, work, {n: 31 + n for n in range(2 * groups)})
+    valid = (ports["last"] >= 0).nonzero().flatten()
+    return Original(text, random_weights(r.weights), ports, {ports["last"].shape[0]: valid})
+
+
+def judge(m: Mutant, original: Original, report: Report) -> None:
+    """Verifies one mutant; what passes is compared with the original in the simulator."""
+    try:
+        programs = [parse_program(t) for t in dict.fromkeys(m.texts)]
+        for p in programs:
+            verify(p)
+        if len(m.texts) > 1:
+            by_text = dict(zip(dict.fromkeys(m.texts), programs))
+            verify_ranks([by_text[t] for t in m.texts])
+    except VerifyError as e:
+        report.killed += 1
+        report.codes[e.code] += 1
+        report.count(m.kind, 0)
+        return
+    if all(_meet_nowhere(m.texts, programs)) if len(m.texts) > 1 else original.equals(programs[0]):
+        report.equivalent += 1
+        report.count(m.kind, 1)
+    else:
+        report.survivors.append(f"{m.kind}: {m.what}\n{m.texts[0]}")
+        report.count(m.kind, 2)
+
+
+def _meet_nowhere(texts: Sequence[str], programs: Sequence[Program]) -> Iterable[bool]:
+    """Whether ranks with unlike programs have no collective in common: then each computes what it would alone."""
+    by_text = dict(zip(dict.fromkeys(texts), programs))
+    mesh = programs[0].plan.mesh
+    for r, q in ((r, q) for r in range(len(texts)) for q in range(r)):
+        if texts[r] != texts[q]:
+            apart = {a for a in mesh.names if mesh.coords(r)[a] != mesh.coords(q)[a]}
+            yield (
+                apart <= set(mesh.names)
+                and not apart & set(agreement(by_text[texts[r]]))
+                and apart <= set(programs[0].plan.home)
+            )
+
+
+def run(
+    programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0
+) -> Report:
+    """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each."""
+    report = Report()
+    rng = random.Random(seed)
+    for family in families:
+        for mesh, axes in PLANS:
+            for prices in (load_costs("cpu"), load_costs("h200"), random_costs(rng), random_costs(rng)):
+                r = golden(family, mesh, axes, prices)
+                for text in r.texts.values():
+                    _valid(text, f"{family} on {mesh} {axes}", report)
+            for variant in ("gumbel", "full"):
+                if variant == "full" and family != families[0]:
+                    continue
+                original = of_model(r, variant, BUCKETS[0][0])
+                found = list(mutants(original.p, parse_program(r.texts[variant, BUCKETS[1][0]])))
+                for m in _sample(found, per_program, rng):
+                    judge(m, original, report)
+    for s in range(seed, seed + programs):
+        p = generate(s)
+        try:
+            r = compile_source(p.source(), *p.plan, p.rows, random_costs(random.Random(s)))
+        except TokenSpeedError as e:
+            if e.code not in OUT_OF_PLAN and not overlap(p):
+                report.false_rejects.append(f"fuzzer program {s}: {e}")
+            continue
+        (text,) = r.texts.values()
+        if _valid(text, f"fuzzer program {s}", report) and s % 10 == 0:
+            q, n = parse_program(text), groups_of(p)
+            holes = {
+                rows * n: torch.arange(rows * n).reshape(n, rows)[:, : max(rows - rows // 3, 1)].flatten()
+                for rows in p.rows
+            }
+            original = Original(text, random_weights(r.weights, s), random_ports(q, n, s), holes)
+            for m in _sample(list(mutants(q)), per_program, rng):
+                judge(m, original, report)
+    return report
+
+
+def _sample(found: list[Mutant], n: int | None, rng: random.Random) -> list[Mutant]:
+    return found if n is None or len(found) <= n else rng.sample(found, n)
+
+
+def _valid(text: str, what: str, report: Report) -> bool:
+    report.valid += 1
+    try:
+        p = parse_program(text)
+        verify(p)
+        verify_ranks([p] * p.plan.mesh.ranks)
+    except VerifyError as e:
+        report.false_rejects.append(f"{what}: {e}")
+        return False
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tokenspeed.compiler.mutate", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=2000,
+        help="fuzzer programs that must pass (default 2000); each tenth is mutated",
+    )
+    parser.add_argument("--sample", type=int, default=None, help="mutants tried a program (default: all)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    report = run(args.programs, per_program=args.sample)
+    for title, rows in (("survived", report.survivors), ("false reject", report.false_rejects)):
+        for row in rows[:20]:
+            print(f"{title}: {row}", file=sys.stderr)
+    print(json.dumps(report.summary()) if args.json else "\n".join(f"{k}: {v}" for k, v in report.summary().items()))
+    return 1 if report.survivors or report.false_rejects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
