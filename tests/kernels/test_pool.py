@@ -68,6 +68,19 @@ def test_concurrent_callers_and_resizes_get_right_answers(three_threads: object)
     assert not wrong
 
 
+def test_more_threads_than_processors_lose_no_wake_up() -> None:
+    """Workers and callers block and are woken all the time; every call returns, and right."""
+    before = _cpu.threads()
+    packed = K.get("cpu.linear").pack(torch.randn(2048, 1024))
+    x = torch.randn(4, 1024)
+    want = linear(x, packed)
+    try:
+        _cpu.set_threads(4 * len(os.sched_getaffinity(0)))
+        assert all(torch.equal(linear(x, packed), want) for _ in range(1000))
+    finally:
+        _cpu.set_threads(before)
+
+
 def test_more_items_than_a_ticket_holds(three_threads: object) -> None:
     z = torch.randn(70_000, 3)
     index = torch.empty(70_000, dtype=torch.int32)

@@ -19,7 +19,7 @@ namespace {
 // the epoch in one compare-and-swap: a late worker can never claim an item of a call that is over.
 constexpr uint64_t kMaxItems = 0xffff;
 constexpr int kSpins = 4000;        // about 40-100 us of pauses before a worker parks
-constexpr int kCallerSpins = 2000;  // then the caller yields, in case the worker it waits for has lost its processor
+constexpr int kCallerSpins = 2000;  // then the caller blocks: a worker without a processor can have the caller's
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -81,12 +81,14 @@ class Pool {
     ticket_.store(epoch << 32 | static_cast<uint64_t>(items) << 16, std::memory_order_seq_cst);
     if (parked_.load(std::memory_order_seq_cst) != 0) ticket_.notify_all();
     drain();
-    for (int spins = 0; done_.load(std::memory_order_acquire) != items; ++spins) {
+    int32_t done = done_.load(std::memory_order_acquire);
+    for (int spins = 0; done != items; ++spins) {
       if (spins < kCallerSpins) {
         relax();
       } else {
-        std::this_thread::yield();
+        done_.wait(done, std::memory_order_acquire);
       }
+      done = done_.load(std::memory_order_acquire);
     }
   }
 
@@ -101,7 +103,8 @@ class Pool {
       const TaskFn fn = fn_.load(std::memory_order_relaxed);
       fn(context_.load(std::memory_order_relaxed),
          base_.load(std::memory_order_relaxed) + static_cast<int64_t>(ticket_next(ticket)));
-      done_.fetch_add(1, std::memory_order_acq_rel);
+      const int32_t done = done_.fetch_add(1, std::memory_order_acq_rel) + 1;
+      if (static_cast<uint64_t>(done) == ticket_items(ticket)) done_.notify_one();
       ticket = ticket_.load(std::memory_order_acquire);
     }
   }
@@ -146,7 +149,7 @@ class Pool {
   }
 
   alignas(64) std::atomic<uint64_t> ticket_{1ull << 32};
-  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<int32_t> done_{0};  // a futex word: what the caller blocks on
   alignas(64) std::atomic<TaskFn> fn_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int64_t> base_{0};

@@ -1,7 +1,8 @@
 // The one thread pool of the process. A call splits its work into items that the caller and the workers claim from one
 // 64-bit ticket; which thread runs an item never changes a result, because items write disjoint outputs. Workers spin
-// briefly between calls (a decode step issues a call every few microseconds) and then park, so an idle engine costs no
-// CPU. A second caller that finds the pool busy runs its own items itself: no call ever waits for another.
+// briefly between calls (a decode step issues a call every few microseconds) and then park, and the caller spins
+// briefly for the last items and then blocks: neither an idle engine nor a wait on shared processors costs CPU. A
+// second caller that finds the pool busy runs its own items itself: no call ever waits for another.
 #pragma once
 #include <cstdint>
 
