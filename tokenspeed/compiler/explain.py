@@ -157,7 +157,7 @@ def _runner_up(rows: list[dict[str, Any]]) -> str:
     if not gaps:
         return str(rows[0]["runner_up"])
     best = min(gaps, key=lambda r: (r["gap_us"], r["edge"]))
-    return f"{best['runner_up']}, +{best['gap_us']:.1f} us a step"
+    return f"{best['runner_up']}, +{best['gap_us']:.2f} us a step"
 
 
 def fold(text: str) -> str:
