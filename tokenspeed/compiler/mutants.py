@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenspeed.ir.graph import Node, Param, Program
@@ -23,7 +23,7 @@ _OPS = ("all_reduce", "reduce_scatter", "all_gather", "slice", "keep_first")
 class Mutant:
     kind: str
     what: str
-    texts: tuple[str, ...]  # one, or one a rank
+    texts: Sequence[str]  # one, or one a rank
 
 
 def mutants(p: Program, other: Program | None = None) -> Iterator[Mutant]:

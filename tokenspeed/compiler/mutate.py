@@ -163,7 +163,7 @@ def judge(m: Mutant, original: Original, report: Report) -> None:
         report.codes[e.code] += 1
         report.count(m.kind, 0)
         return
-    if _apart(m.texts, by_text) if len(m.texts) > 1 else original.equals(next(iter(by_text.values()))):
+    if _apart(m.texts, by_text) if len(m.texts) > 1 else original.equals(by_text[m.texts[-1]]):
         report.equivalent += 1
         report.count(m.kind, 1)
     else:
@@ -180,95 +180,6 @@ def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
             if together or meet(by_text[texts[r]], r, peer) or meet(by_text[texts[peer]], r, peer):
                 return False
     return True
-
-
-def run(self, p: Program) -> tuple[list[Tensor], dict[str, Tensor]]:
-        caches: dict[str, list[Tensor]] = {}
-        sim = Simulator(p, runtime_sizes(p))
-        results, _ = sim.run(self.ports, self.weights, caches)
-        kept = {q.name: q for q in p.all_params() if q.kind == "cache"}
-        stored = {
-            n: sim.meaning.assemble(c, kept[n.rpartition(":")[0]].types[0])
-            for n, c in caches.items()
-            if n.rpartition(":")[0] in kept
-        }
-        return results, stored
-
-    def equals(self, p: Program) -> bool:
-        """Whether another program makes the same of the same contents."""
-        try:
-            results, caches = self.run(p)
-        except (TokenSpeedError, RuntimeError, IndexError, ValueError, KeyError):
-            return False
-        if len(results) != len(self.results) or caches.keys() != self.caches.keys():
-            return False
-        pairs = [
-            *((a, b, self.holes.get(a.shape[0])) for a, b in zip(results, self.results)),
-            *((caches[k], self.caches[k], None) for k in caches),
-        ]
-        return all(_close(a, b, rows) for a, b, rows in pairs)
-
-
-def _close(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if rows is not None:
-        a, b = a[rows], b[rows]
-    if not a.is_floating_point():
-        return same_bits(a, b)
-    return torch.allclose(a, b, rtol=1e-8, atol=1e-8, equal_nan=True)
-
-
-def of_model(r: Result, variant: str, bucket: int) -> Original:
-    """A golden program on a step that prefills two requests a home group, the last group idle where there are several."""
-    text = r.texts[variant, bucket]
-    p = parse_program(text)
-    groups, rng = p.plan.mesh.size(p.plan.home), random.Random(5)
-    vocabulary = p.logical["v"]
-    busy = range(max(groups - 1, 1))
-    work = [
-        [(2 * g + i, [rng.randrange(vocabulary) for _ in range(2 - i)], 0) for i in range(2)] if g in busy else []
-        for g in range(groups)
-    ]
-    ports = batch(p, work, {n: 31 + n for n in range(2 * groups)})
-    valid = (ports["last"] >= 0).nonzero().flatten()
-    return Original(text, random_weights(r.weights), ports, {ports["last"].shape[0]: valid})
-
-
-def judge(m: Mutant, original: Original, report: Report) -> None:
-    """Verifies one mutant; what passes is compared with the original in the simulator."""
-    try:
-        programs = [parse_program(t) for t in dict.fromkeys(m.texts)]
-        for p in programs:
-            verify(p)
-        if len(m.texts) > 1:
-            by_text = dict(zip(dict.fromkeys(m.texts), programs))
-            verify_ranks([by_text[t] for t in m.texts])
-    except VerifyError as e:
-        report.killed += 1
-        report.codes[e.code] += 1
-        report.count(m.kind, 0)
-        return
-    if all(_meet_nowhere(m.texts, programs)) if len(m.texts) > 1 else original.equals(programs[0]):
-        report.equivalent += 1
-        report.count(m.kind, 1)
-    else:
-        report.survivors.append(f"{m.kind}: {m.what}\n{m.texts[0]}")
-        report.count(m.kind, 2)
-
-
-def _meet_nowhere(texts: Sequence[str], programs: Sequence[Program]) -> Iterable[bool]:
-    """Whether ranks with unlike programs have no collective in common: then each computes what it would alone."""
-    by_text = dict(zip(dict.fromkeys(texts), programs))
-    mesh = programs[0].plan.mesh
-    for r, q in ((r, q) for r in range(len(texts)) for q in range(r)):
-        if texts[r] != texts[q]:
-            apart = {a for a in mesh.names if mesh.coords(r)[a] != mesh.coords(q)[a]}
-            yield (
-                apart <= set(mesh.names)
-                and not apart & set(agreement(by_text[texts[r]]))
-                and apart <= set(programs[0].plan.home)
-            )
 
 
 def run(

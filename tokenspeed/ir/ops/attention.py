@@ -61,7 +61,7 @@ class Append(Op):
         t, kv = ins[0].names[:2]
         slots = ins[3].names[0]
         _check_outer("append", ins[3:], ins[2].index.axes if ins[2].index else ())
-        if len({t.dims[1].axes for t in (ins[0], ins[1], *ins[3:])}) > 1:
+        if len({t.dims[1].axes for t in (ins[0], ins[1], *ins[3:])}) > 1 or ins[3].dims != ins[4].dims:
             raise RuleError(
                 "V4", f"append of {ins[0]}, {ins[1]} into {ins[3]}, {ins[4]}: the heads' blocks do not match"
             )
