@@ -21,6 +21,7 @@ from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.explain import explain_text
 from tokenspeed.compiler.passes.bind import Binder
+from tokenspeed.compiler.passes.capture import verify_kernels
 from tokenspeed.compiler.passes.certify import certify
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.passes.tactics import parse_tactics
@@ -144,6 +145,7 @@ def compile_model(
     )  # fmt: skip
     result = run_passes(request)
     kernels = dict(sorted(request.binder.kernels.items()))
+    verify_kernels(kernels, device)
     files = {f"programs/{program_name(v, t)}": text for (v, t), text in result.texts.items()}
     files["weights.json"] = dump(to_json(result.weights))
     files["ports.json"] = dump(_ports(result))
