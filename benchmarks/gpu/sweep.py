@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--only", choices=("attend", "linear"), default=None)
+    parser.add_argument("--models", default="8B,0.6B")
     args = parser.parse_args()
     import time
 
@@ -108,8 +109,7 @@ def main() -> None:
         print(f"{name}: chosen {chosen}; {tops}", flush=True)
 
     if args.only != "linear":
-        for heads, batch, context in ((16, 16, 1024), (16, 64, 1024), (32, 256, 1024), (32, 1, 32768), (32, 1, 1024),
-                                      (32, 4, 32768), (32, 16, 32768)):  # fmt: skip
+        for heads, batch, context in ((32, 1, 32768), (32, 16, 32768), (16, 1, 1024), (16, 4, 1024), (32, 64, 1024)):
             if time.monotonic() > end:
                 break
             name = f"attend {heads}/8 {batch} x {context}"
@@ -118,8 +118,8 @@ def main() -> None:
             note(name, None, run(None), moved)
             chosen = attention.tiling_of(batch, batch, heads, 8, 128, False, processors(DEVICE))
             half = max(1, chosen.parts // 2)
-            for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (128, 4, 2), (64, 8, 3), (32, 2, 4)):
-                for parts in sorted({1 if batch * context < 1 << 19 else half, half, chosen.parts}):
+            for keys, warps, stages in ((64, 4, 3), (32, 2, 4), (64, 4, 4)):
+                for parts in sorted({half, chosen.parts, chosen.parts * 4 // 3, chosen.parts * 2}):
                     t = attention.Tiling(16, keys, parts, max(chosen.least, keys), warps, stages)
                     try:
                         note(name, t, run(t), moved)
@@ -129,7 +129,7 @@ def main() -> None:
             del run
             torch.cuda.empty_cache()
     if args.only != "attend":
-        for model, rows_of, what in itertools.product(SHAPES, (1, 16, 64), ("qkv", "o", "gated", "down")):
+        for model, rows_of, what in itertools.product(args.models.split(","), (1, 64), ("qkv", "o", "gated", "down")):
             if time.monotonic() > end:
                 break
             n, k = SHAPES[model][what]

@@ -7,13 +7,14 @@ with that key, and the loader finds it again from the program text alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
-from tokenspeed.compiler.fuse import CALLS, fuse
-from tokenspeed.ir.graph import Node, Param, Program, param_type
+from tokenspeed.ir.graph import Node, Program
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
+
+Request = tuple[str, dict[str, str], dict[str, int]]  # registry op, role -> format, facts
 
 #: ops of the IR that have no kernel of their own: an alias, or a view of the operand
 NO_KERNEL = frozenset({"cross", "slice"})
@@ -28,22 +29,16 @@ def kernel_op(node: Node, source: Type) -> str:
     return "all_reduce_argmax" if node.op == "all_reduce" and source.kind == "argmax" else node.op
 
 
-def request_of(
-    node: Node, types: dict[str, Type], params: dict[str, Param], p: Program
-) -> tuple[str, dict[str, str], dict[str, int]]:
-    """(registry op, role -> format, facts) of one node."""
-    ins = [param_type(params, i) if i.startswith("@") else types[i] for i in node.inputs]
-    outs = [types[o] for o in node.outputs]
-    x = ins[0]
+def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Sequence[str], p: Program) -> Request:
+    """What the registry is asked for one call; `kinds`: of each operand that is a parameter its kind, "" of a value."""
+    x = ins[1] if node.op == "linear_add" else ins[0]
     signature: dict[str, str] = {}
     if node.op != "lookup":
         signature["x"] = format_name(x.dtype)
-    weights = [
-        t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "weight"
-    ]
-    if weights:
-        signature["w"] = format_name(weights[0].dtype)
-    caches = [t for i, t in zip(node.inputs, ins) if i.startswith("@") and params[i[1:].split(":")[0]].kind == "cache"]
+    weights = [t for t, kind in zip(ins, kinds) if kind == "weight"]
+    if weights:  # the matrix, where a vector stands beside it
+        signature["w"] = format_name(next((t for t in weights if len(t.dims) > 1), weights[0]).dtype)
+    caches = [t for t, kind in zip(ins, kinds) if kind == "cache"]
     if caches:
         signature["cache"] = format_name(caches[0].dtype)
     if outs and node.op not in ("argmax", "gumbel_argmax", "sample"):
@@ -51,7 +46,7 @@ def request_of(
     facts = {"tokens": rows_of(x, p)}
     if node.op == "attend":
         facts["head_dim"] = p.sizes[x.dims[-1].name]
-    if node.op in ("linear", "linear_silu_mul"):
+    if "in_dims" in node.attrs:
         n_in = len(node.attrs["in_dims"])
         facts["k"] = math.prod(_local(d, p) for d in x.dims[len(x.dims) - n_in :])
     return kernel_op(node, x), signature, facts
@@ -73,16 +68,3 @@ def key_of(op: str, signature: dict[str, str], facts: dict[str, int]) -> str:
     return "|".join(
         [op, *(f"{k}={v}" for k, v in sorted(signature.items())), *(f"{k}={v}" for k, v in sorted(facts.items()))]
     )
-
-
-def kernel_nodes(
-    p: Program, bound: Callable[[str, dict[str, str], dict[str, int]], bool]
-) -> Iterator[tuple[str, dict[str, str], dict[str, int]]]:
-    """The request of every call that runs a kernel, leaves once; `bound` says whether a fused one has a kernel."""
-    for nodes, types, params, kept in [
-        (p.nodes, p.types, p.params, p.results),
-        *((f.nodes, f.types, f.params, f.outputs) for f in p.leaves.values()),
-    ]:
-        for n in fuse(nodes, kept, lambda n, t=types, q=params: bound(*request_of(n, t, q, p))):
-            if n.op != "call" and n.op not in NO_KERNEL and not CALLS[n.op].alias:
-                yield request_of(n, types, params, p)

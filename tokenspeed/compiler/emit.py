@@ -14,12 +14,16 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from tokenspeed.compiler.binding import NO_KERNEL, key_of
+from tokenspeed.compiler.calls import Call
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import verify_memory
-from tokenspeed.compiler.storage import ARGMAX, DTYPES, Call, View, lay_out, outer_blocks_of
-from tokenspeed.ir.graph import Program, absolute
-from tokenspeed.ir.ops import Local, Redistribute
+from tokenspeed.compiler.storage import ARGMAX, DTYPES, View, lay_out, outer_blocks_of
+from tokenspeed.ir.graph import Program
+from tokenspeed.ir.ops import Fused, Local, Redistribute
 from tokenspeed.kernels.capture import Replay, record
+
+#: index of the weight among a product's operands
+_MATRIX = {"linear": 1, "linear_silu_mul": 1, "linear_add": 2}
 
 __all__ = ["DTYPES", "Emitted", "Runtime", "emit"]
 
@@ -125,29 +129,33 @@ class _Emitter:
     def _tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def _param(self, f: Call, ref: str) -> Any:
-        base, _, seg = ref[1:].partition(":")
-        name = absolute(f.path, base)
-        kind = f.params[base].kind
-        return self.rt.params[f"{name}:{seg}" if kind in ("cache", "state") else name]
+    def _operand(self, f: Call, k: int) -> Any:
+        """The tensor of operand k: a value, a parameter (whole, also where the ref names a segment), or one of its tensors
+        where it is a cache or a state."""
+        ref, kind = f.inputs[k], f.kinds[k]
+        if not kind:
+            return self._tensor(ref)
+        name = ref[1:] if kind in ("cache", "state") else ref[1:].partition(":")[0]
+        return self.rt.params[name]
 
     def _call(self, f: Call, spec: Any) -> tuple[list[Any], Any, dict[str, Any]]:
         """Positional tensors, `out`, and attributes of one kernel call."""
         n = f.node
-        if n.op == "linear":
-            x = self._tensor(f.inputs[0])
-            x = x.flatten(1) if x.dim() > 2 else x
-            weight = spec.pack(self._param(f, f.inputs[1].partition(":")[0]))
-            bias = self._param(f, f.inputs[-1].partition(":")[0]) if n.attrs["bias"] else None
-            return [x, weight, bias], self._tensor(f"{f.outputs[0]}@whole"), {}
-        if n.op == "linear_silu_mul":
-            x = self._tensor(f.inputs[0])
-            weight = spec.pack(self._param(f, f.inputs[1].partition(":")[0]))
-            return [x.flatten(1), weight], self._tensor(f.outputs[0]).flatten(1), {}
-        args: list[Any] = [self._param(f, i) if i.startswith("@") else self._tensor(i) for i in f.inputs]
+        if n.op in _MATRIX:  # operands up to the weight; its further segments are the same tensor
+            at = _MATRIX[n.op]
+            args = [
+                x.flatten(1) if isinstance(x, Tensor) and x.dim() > 2 else x
+                for x in (self._operand(f, k) for k in range(at))
+            ]
+            args.append(spec.pack(self._operand(f, at)))
+            if n.op == "linear":
+                args.append(self._operand(f, len(f.inputs) - 1) if n.attrs["bias"] else None)
+            out = self._tensor(f"{f.outputs[0]}@whole" if n.op == "linear" else f.outputs[0])
+            return args, out.flatten(1), {}
+        args = [self._operand(f, k) for k in range(len(f.inputs))]
         if n.op == "lookup":
             args[1] = spec.pack(args[1])
-        if isinstance(CALLS[n.op], Redistribute):
+        if isinstance(CALLS[n.op], Redistribute | Fused):
             return self._comm(f, args)
         attrs = CALLS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
         if n.op in ARGMAX:
@@ -165,6 +173,12 @@ class _Emitter:
         if f.request[0] == "all_reduce_argmax":
             pair = (self._tensor(self.pairs[f.outputs[0]]), out)
             return [self._tensor(self.pairs[f.inputs[0]]), args[0]], pair, attrs
+        if isinstance(CALLS[n.op], Fused):
+            attrs["eps"] = n.attrs["eps"]
+            if "dim" in n.attrs:
+                attrs["dim"] = before.names.index(n.attrs["dim"])
+                attrs["outer"] = outer_blocks_of(self.p, f.outs[0], n.attrs["dim"], axes)
+            return args, tuple(self._tensor(o) for o in f.outputs), attrs
         if n.op in ("all_gather", "reduce_scatter"):
             dim = n.attrs["dim"]
             attrs["dim"] = before.names.index(dim)

@@ -8,15 +8,16 @@ finds the same ones. No tensor is made here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from tokenspeed.compiler.binding import NO_KERNEL, key_of, request_of
-from tokenspeed.compiler.fuse import CALLS, fuse
+from tokenspeed.compiler.binding import key_of
+from tokenspeed.compiler.calls import Call, flatten
+from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import Buffer, plan_memory
-from tokenspeed.ir.graph import Node, Param, Program, param_type
+from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
 from tokenspeed.ir.types import ROW_DIMS, Type
 
@@ -30,9 +31,6 @@ FIXED = {"p": PARAM_WORDS, "top": TOP_LOGPROBS}
 
 #: stand-ins, at compile time, for extents of ports alone
 _OF_PORTS = {"l": 1, "slots": 1, "r": 1}
-
-Request = tuple[str, dict[str, str], dict[str, int]]
-Bound = Callable[[str], bool]  # whether a kernel was bound to a request key
 
 
 @dataclass
@@ -48,21 +46,6 @@ class View:
 
     def strides(self) -> tuple[int, ...]:
         return self.stride or contiguous(self.shape)
-
-
-@dataclass
-class Call:
-    """One kernel call of the flattened program."""
-
-    node: Node
-    ins: list[Type]
-    outs: list[Type]
-    inputs: list[str]  # value names, flat
-    outputs: list[str]
-    path: str
-    params: dict[str, Param]
-    request: Request
-    blocks: tuple[int, int, int] | None = None  # of a slice that copies: outer factor, parts, this rank's part
 
 
 @dataclass
@@ -111,41 +94,11 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def flatten(p: Program, bound: Bound) -> list[Call]:
-    """The kernel calls of a program in order, leaves dissolved, chains with a kernel of their own fused."""
-
-    def body(
-        nodes: Sequence[Node], types: dict[str, Type], params: dict[str, Param], kept: Sequence[str]
-    ) -> list[tuple[Node, list[Type], list[Type], Request]]:
-        out: list[tuple[Node, list[Type], list[Type], Request]] = []
-        for n in fuse(nodes, kept, lambda n: bound(key_of(*request_of(n, types, params, p)))):
-            ins = [param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs]
-            quiet = n.op == "call" or n.op in NO_KERNEL or CALLS[n.op].alias
-            out.append(
-                (n, ins, [types[o] for o in n.outputs], ("", {}, {}) if quiet else request_of(n, types, params, p))
-            )
-        return out
-
-    calls: list[Call] = []
-    bodies = {name: body(f.nodes, f.types, f.params, f.outputs) for name, f in p.leaves.items()}
-    for n, ins, outs, request in body(p.nodes, p.types, p.params, p.results):
-        if n.op != "call":
-            calls.append(Call(n, ins, outs, list(n.inputs), list(n.outputs), "", p.params, request))
-            continue
-        leaf, path = p.leaves[n.attrs["leaf"]], n.attrs["path"]
-        env = dict(zip(leaf.inputs, n.inputs))
-        final = dict(zip(leaf.outputs, n.outputs))
-        for inner, ins, outs, request in bodies[n.attrs["leaf"]]:
-            env.update((o, final.get(o, f"{path}/{o}")) for o in inner.outputs)
-            inputs = [i if i.startswith("@") else env[i] for i in inner.inputs]
-            calls.append(Call(inner, ins, outs, inputs, [env[o] for o in inner.outputs], path, leaf.params, request))
-    return calls
-
-
-def lay_out(p: Program, bound: Bound, rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
-    """Views and storages of every value. `sizes`: extents that the runtime fixes, global."""
+def lay_out(p: Program, bound: Callable[[str], bool], rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
+    """Views and storages of every value. `bound`: whether a kernel was bound to a request key; `sizes`: extents that the
+    runtime fixes, global."""
     layout = _Placer(p, rank, _OF_PORTS | dict(p.sizes) | dict(sizes))
-    layout.place(flatten(p, bound))
+    layout.place(flatten(p, lambda request: bound(key_of(*request))))
     return layout.out
 
 

@@ -29,6 +29,7 @@ def register_builtin(registry: Registry) -> None:
         return
     from tokenspeed.kernels.activation import cpu as activation
     from tokenspeed.kernels.attention import cpu as attention
+    from tokenspeed.kernels.comm import fused
     from tokenspeed.kernels.embedding import cpu as embedding
     from tokenspeed.kernels.gemm import cpu as gemm
     from tokenspeed.kernels.norm import cpu as norm
@@ -40,3 +41,4 @@ def register_builtin(registry: Registry) -> None:
     capability = Capability("cpu", features=frozenset({"cpu_extension"}))
     for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling):
         family.register(registry, capability)
+    fused.register(registry, capability)

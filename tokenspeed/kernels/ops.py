@@ -36,6 +36,7 @@ OPS: dict[str, Op] = {
         Op("lookup", "embedding", "lookup", ("w", "out")),
         Op("linear", "gemm", "linear", ("x", "w", "out")),
         Op("linear_silu_mul", "gemm", "silu_mul", ("x", "w", "out")),
+        Op("linear_add", "gemm", "add", ("x", "w", "out")),
         Op("rms_norm", "norm", "rms", ("x", "w", "out")),
         Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
         Op("rope", "rope", "neox", ("x", "out")),
@@ -63,6 +64,8 @@ OPS: dict[str, Op] = {
         Op("slice", "comm", "slice", ("x", "out")),
         Op("all_reduce_argmax", "comm", "all_reduce_argmax", ("x", "out")),
         Op("keep_first", "comm", "keep_first", ("x", "out")),
+        Op("all_reduce_add_rms_norm", "comm", "all_reduce_add_rms", ("x", "w", "out")),
+        Op("reduce_scatter_add_rms_norm", "comm", "reduce_scatter_add_rms", ("x", "w", "out")),
     )
 }
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenspeed.compiler.binding import kernel_nodes, key_of
+from tokenspeed.compiler.binding import Request, key_of
+from tokenspeed.compiler.calls import QUIET, flatten
 from tokenspeed.ir.graph import Program
-from tokenspeed.kernels.select import select
+from tokenspeed.ir.ops.fused import FUSED
+from tokenspeed.kernels.select import SelectionError, select
 
 
 class Binder:
@@ -23,21 +25,36 @@ class Binder:
     def bind(self, p: Program) -> tuple[str, ...]:
         """Binds every call of `p`; their ops, which say what was fused."""
         ops: list[str] = []
-        for op, signature, facts in kernel_nodes(p, self._fused):
-            key = key_of(op, signature, facts)
-            if key not in self.kernels:
-                self.kernels[key] = self._select(op, signature, facts).name
-            ops.append(op)
+        seen: set[int] = set()
+        for c in flatten(p, self._fused):
+            ops.append(c.request[0])
+            if c.request is not QUIET and id(c.request) not in seen:  # equal layers share their requests
+                seen.add(id(c.request))
+                key = key_of(*c.request)
+                if key not in self.kernels:
+                    self.kernels[key] = self._select(*c.request).name
         return tuple(ops)
 
-    def _fused(self, op: str, signature: dict[str, str], facts: dict[str, int]) -> bool:
-        key = key_of(op, signature, facts)
+    def _fused(self, request: Request) -> bool:
+        key = key_of(*request)
         if key not in self.kernels:
-            chosen = self._select(op, signature, facts)
+            chosen = self._select(*request)
             if chosen.solution == "reference":
                 return False
             self.kernels[key] = chosen.name
         return True
+
+    def fused_collectives(self, dtype: str) -> frozenset[str]:
+        """The fused collectives that a kernel of this target runs on streams of `dtype` (float32, bfloat16)."""
+        out: set[str] = set()
+        for op in (f.name for f in FUSED):
+            try:
+                chosen = self._select(op, {"x": dtype, "w": dtype, "out": dtype}, {"tokens": 1})
+            except SelectionError:
+                continue
+            if chosen.solution != "reference":
+                out.add(op)
+        return frozenset(out)
 
     def _select(self, op: str, signature: dict[str, str], facts: dict[str, int]) -> Any:
         return select(op, signature=signature, traits=facts, device=self.device, objective=self.objective)

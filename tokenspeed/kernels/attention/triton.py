@@ -201,16 +201,16 @@ def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slot
     if tokens <= rows:
         keys = 16 if exact else (64 if wide <= 128 else 32)
         items = tokens * kv
-        if (
-            items < slots
-        ):  # one and a half blocks a multiprocessor: with more the merge of parts costs more than it gains
-            return Tiling(
-                max(16, pack), keys, min(limit, 64, max(1, 3 * slots // 2 // items)), keys, 4, 1 if exact else 3
-            )
-        parts = min(limit, max(1, min(4, 1024 // items)))  # a block without work costs its start
-        if items >= 2 * slots and not exact:
-            return Tiling(max(16, pack), min(keys, 32), parts, 2048, 2, 4)
-        return Tiling(max(16, pack), keys, parts, 2048, 4, 1 if exact else 3)
+        parts = min(
+            limit, 64, max(1, 2 * slots // items)
+        )  # two blocks a multiprocessor; one without work costs its start
+        full = 4 * items >= 3 * slots
+        least = 2048 if full else keys  # a full device gains nothing from short parts
+        if exact:
+            return Tiling(max(16, pack), keys, parts, least, 4, 1)
+        if full and items < 2 * slots:
+            return Tiling(max(16, pack), keys, parts, least, 4, 4)
+        return Tiling(max(16, pack), min(keys, 32), parts, max(least, 64), 2, 4)
     tile = max(pack, 16 if exact else (128 if wide <= 128 else 64))
     tiles = -(-tokens * pack // tile)
     parts = min(limit, even_splits(tiles * kv, slots, 8))

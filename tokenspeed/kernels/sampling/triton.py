@@ -83,9 +83,9 @@ def shaped(z, words, at, offset, first, V, TEMPER: tl.constexpr, GUMBEL: tl.cons
             low = tl.load(words + 1).to(tl.uint32, bitcast=True)
             high = tl.load(words + 2).to(tl.uint32, bitcast=True)
             position = tl.load(words + 3).to(tl.uint32, bitcast=True)
-            quotient = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
-            noisy = value + noise_of(philox_words(quotient, position, low, high))
-            value = tl.where(greedy, value, noisy)
+            if not greedy:
+                quotient = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+                value += noise_of(philox_words(quotient, position, low, high))
     return value, column, inside
 
 
