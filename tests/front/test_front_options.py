@@ -63,7 +63,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected an integer"),
         ({"max_num_seqs": True}, "max_num_seqs is True: expected an integer"),
-        ({"memory_fraction": 0.0}, "memory_fraction is 0.0: must lie in"),
+        ({"memory_fraction": -0.1}, "memory_fraction is -0.1: must lie in"),
         ({"memory_fraction": float("nan")}, "memory_fraction is nan: must lie in"),
         ({"mesh": "tp"}, "mesh is 'tp': expected AXIS=SIZE"),
         ({"mesh": "tp=2,tp=2"}, "an axis is given twice"),
