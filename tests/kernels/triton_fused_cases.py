@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.support import DTYPES, poisoned, strided
+from tests.kernels.test_sampling import Flag, State, params, row
 from tokenspeed import kernels as K
+from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.fused import FUSED
 from tokenspeed.kernels.gemm import triton as gemm
 from tokenspeed.kernels.gemm.triton import Tiling, linear_silu_mul
@@ -124,3 +126,42 @@ def test_the_two_ends_of_a_step() -> None:
             held[slots[i]] = tokens[i] if last[i] >= 0 else held[slots[i]]
         assert torch.equal(sampled, held)
         assert int(counter) == (turn + 1) % 3
+
+
+@pytest.mark.parametrize("scale", [0.5, 8.0])
+@pytest.mark.parametrize("v", [37, 5000])
+def test_full_sampler(v: int, scale: float) -> None:
+    """Every parameter against the reference; NaN, -inf, holes, a vocabulary with padding behind it."""
+    every = Flag.VALID | Flag.FILTERS
+    penal = Flag.VALID | Flag.PENALTIES
+    rows = [
+        row(), row(temperature=0.2, seed=2**40 + 3), row(Flag.VALID | Flag.GREEDY), row(every, top_k=1),
+        row(every, top_k=20, temperature=0.7), row(every, top_p=0.9), row(every, top_p=0.05), row(every, min_p=0.1),
+        row(every, top_k=30, top_p=0.8, min_p=0.02, temperature=1.5), row(every, top_k=v, top_p=1.0),
+        row(penal, repetition=1.3, presence=0.5, frequency=0.25, slot=1),
+        row(penal | Flag.GREEDY | Flag.LOGPROBS, repetition=0.8, frequency=-0.5, slot=1, logprobs=5),
+        row(Flag.VALID | Flag.BIAS | Flag.LOGPROBS, slot=2, logprobs=20), row(0),
+        row(every | penal | Flag.BIAS | Flag.LOGPROBS, top_k=20, top_p=0.95, slot=0, presence=1.0, logprobs=0),
+        row(Flag.VALID | Flag.LOGPROBS, logprobs=3),
+    ]  # fmt: skip
+    p = params(*rows)
+    z = strided(torch.randn(len(rows), v + 5) * scale)
+    z[0, 3], z[2, 1] = float("nan"), -float("inf")
+    z[-1] = -float("inf")  # nothing to choose from: token 0
+    ours, theirs = State(len(rows), v), State(len(rows), v)
+    ours.counts.copy_(torch.randint(0, 3, (3, v)) * (torch.rand(3, v) < 0.1))
+    ours.seen.copy_((torch.rand(3, v) < 0.1).to(torch.uint8))
+    ours.bias.copy_(torch.where(torch.rand(3, v) < 0.2, -float("inf"), torch.randn(3, v)))
+    for name in ("counts", "seen", "bias"):
+        getattr(theirs, name).copy_(getattr(ours, name))
+    K.get("triton.sample").fn(z, p, ours.counts, ours.seen, ours.bias, vocab=v, out=ours.out)
+    token, logprob, ids, logprobs = ours.out
+    want = REFERENCES["sample"](z, p, theirs.counts, theirs.seen, theirs.bias, vocab=v)
+    assert token.tolist() == want[0].tolist()
+    assert torch.equal(ours.counts, theirs.counts)
+    torch.testing.assert_close(logprob, want[1], rtol=1e-5, atol=1e-5)
+    for i, r in enumerate(rows[:-1]):
+        count = min(r[11], v) if r[0] & Flag.LOGPROBS else 0
+        assert ids[i, :count].tolist() == want[2][i, :count].tolist()
+        torch.testing.assert_close(logprobs[i, :count], want[3][i, :count], rtol=1e-5, atol=1e-5)
+        assert bool((ids[i, count:] == -1).all())

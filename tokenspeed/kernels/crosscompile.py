@@ -32,6 +32,7 @@ from tokenspeed.kernels.norm import triton as norm
 from tokenspeed.kernels.pointwise import triton as pointwise
 from tokenspeed.kernels.rope import triton as rope
 from tokenspeed.kernels.rows import triton as rows
+from tokenspeed.kernels.sampling import full
 from tokenspeed.kernels.sampling import triton as sampling
 from tokenspeed.kernels.step import triton as step
 
@@ -167,6 +168,13 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
     yield "add_gumbel", lambda: sampling.add_gumbel(z, params, out=z)
     yield "argmax", lambda: sampling.argmax(z, out=picked)
     yield "gumbel_argmax", lambda: sampling.gumbel_argmax(z, params, out=picked)
+    states = (
+        new(256, model.vocab, dtype=i32),
+        new(256, model.vocab, dtype=torch.uint8),
+        new(256, model.vocab, dtype=f32),
+    )
+    results = new(16, dtype=i32), new(16, dtype=f32), new(16, 20, dtype=i32), new(16, 20, dtype=f32)
+    yield "sample", lambda: full.sample(z, params, *states, vocab=model.vocab, out=results)
     ring, one = new(4, 1 << 16, dtype=i32), new(1, dtype=i32)
     ports = {name: new(16, dtype=i32) for name in ("ids", "pos", "slot", "row", "last", "request_slots")}
     ports |= {"params": params, "table": new(16, 2048, dtype=i32)}

@@ -46,8 +46,9 @@ TRITON: dict[str, tuple[str, tuple[str, ...]]] = {
     "add_gumbel": ("sampling.triton", ()),
     "argmax": ("sampling.triton", ()),
     "gumbel_argmax": ("sampling.triton", ()),
+    "sample": ("sampling.full", ("sampling.triton",)),
 }
-F32_ONLY = frozenset({"temper", "add_gumbel", "argmax", "gumbel_argmax"})
+F32_ONLY = frozenset({"temper", "add_gumbel", "argmax", "gumbel_argmax", "sample"})
 
 
 def late(module: str, name: str) -> Callable[..., None]:
