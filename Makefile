@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 CPP := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
 
-.PHONY: demo test install build fmt lint type test-cpp test-asan test-matrix bench-cpu bench-scheduler docs clean
+.PHONY: demo test install build fmt lint type test-cpp test-asan test-matrix test-layouts rulecheck fuzz bench-cpu bench-scheduler docs clean
 
 demo: install ## compile the embedded model, serve it, ask one question, stop everything
 	$(BIN)/python examples/demo.py
@@ -60,6 +60,17 @@ test-asan: install ## the same under AddressSanitizer and UBSan
 
 test-matrix: install ## the whole product of layouts, pages, chunks, prefix, overlap and retraction
 	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
+
+test-layouts: install ## every model on every legal layout of 2, 4, 6 and 8 ranks in the simulator (about an hour a core)
+	TOKENSPEED_LAYOUTS=full $(BIN)/pytest tests/compiler/test_layouts.py -s
+
+rulecheck: install ## re-derive every placement rule by brute force, of ops and of kernels
+	$(BIN)/python -m tokenspeed.ir.rulecheck
+	$(BIN)/python -m tokenspeed.compiler.rulecheck_kernels
+
+fuzz: install ## 10,000 random programs, and all mutants of golden programs
+	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000
+	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000
 
 bench-cpu: install ## decode speed beside transformers and the memory read ceiling
 	$(BIN)/python benchmarks/cpu_decode.py

@@ -53,7 +53,8 @@ def tokens(
 def test_every_plan_gives_the_tokens_of_one_rank(model: str) -> None:
     one = tokens(MODELS[model], "", "")
     assert len(set(one)) > 3, "the tokens must depend on the input"
-    for mesh, axes in PLANS:
+    first = list(MODELS).index(model)  # the head shapes matter here; test_layouts tries every layout
+    for mesh, axes in [*PLANS[first % 3 :: 3], ("tp=3", "")]:
         if model == "one-kv" and mesh == "tp=3":
             continue
         assert tokens(MODELS[model], mesh, axes) == one, (mesh, axes)

@@ -120,6 +120,16 @@ def fault(p: Fuzzed) -> str:
     return "" if same else "another meaning"
 
 
+def fitted(p: Fuzzed) -> tuple[Fuzzed, str]:
+    """The program on the first plan from its own on that it fits, and what is wrong there; "skip" where there is none."""
+    first = PLANS.index(p.plan)
+    for plan in (*PLANS[first:], *PLANS[:first]):
+        q = replace(p, plan=plan)
+        if (what := fault(q)) != "skip":
+            return q, what
+    return p, "skip"
+
+
 def altered_fault(p: Fuzzed, rng: random.Random) -> tuple[str, str]:
     """One annotation changed: ("rejected" | "equivalent" | what is wrong, the changed source)."""
     source = p.source()
@@ -152,12 +162,8 @@ def fuzz(programs: int, seed: int = 0, stop_after: int = 5) -> Outcome:
         p = generate(s)
         out.programs += 1
         out.ops += p.ops()
-        first = PLANS.index(p.plan)
-        for plan in (*PLANS[first:], *PLANS[:first]):
-            p = replace(p, plan=plan)
-            if (what := fault(p)) != "skip":
-                break
-        else:
+        p, what = fitted(p)
+        if what == "skip":
             out.skipped += 1
             continue
         if what:

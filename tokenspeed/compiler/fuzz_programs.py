@@ -249,7 +249,7 @@ def _composite(rng: random.Random, name: str, callees: list[Body], root: bool) -
             add(f"self.m{n}({{0}})", (v,), (f"m{n}", f"{body.name}()"))
             add("{0} + {1} + {2}", (rng.choice(values), v, values[-1]))
         else:  # two sums that could wait for one reduction, were it not for what stands between
-            other = rng.choice([body, *callees])
+            other = rng.choice([body, body, *callees])
             add(f"self.m{n}({{0}})", (v,), (f"m{n}", f"{body.name}()"))
             if rng.random() < 0.5:
                 add("silu({0})", (values[-1],))

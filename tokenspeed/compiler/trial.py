@@ -18,7 +18,7 @@ from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 from tokenspeed.ir.simulate import Simulator
 
-PAGE, PAGES, WIDTH = 4, 16, 8  # KV pages a home group, and columns of the block table
+PAGE, PAGES, WIDTH = 4, 128, 8  # KV pages a home group, and columns of the block table
 Request = tuple[int, list[int], int]  # number, ids of this step, position of the first
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program
@@ -17,26 +18,41 @@ from tokenspeed.ir.ops import OPS, Redistribute
 from tokenspeed.ir.types import Type
 
 
-def chain(p: Program) -> Iterator[tuple[str, Axes, Type]]:
-    """Every collective in program order: op, axes, type of its operand."""
+@dataclass(frozen=True)
+class Meeting:
+    """One collective: what it does to which value (by name, after its module's path)."""
+
+    op: str
+    axes: Axes
+    value: str
+    type: Type
+
+    def __str__(self) -> str:
+        return f"{self.op} over {','.join(self.axes)} of %{self.value} : {self.type}"
+
+
+def chain(p: Program) -> Iterator[Meeting]:
+    """Every collective in program order."""
     for n in p.nodes:
         leaf = p.leaves[n.attrs["leaf"]] if n.op == "call" else None
+        prefix = n.attrs["path"] + "/" if leaf else ""
         for inner, types in [(i, leaf.types) for i in leaf.nodes] if leaf else [(n, p.types)]:
             op = OPS[inner.op]
             if isinstance(op, Redistribute) and op.wire:
-                yield inner.op, tuple(inner.attrs["axes"]), types[inner.inputs[0]]
+                source = inner.inputs[0]
+                yield Meeting(inner.op, tuple(inner.attrs["axes"]), prefix + source, types[source])
 
 
 def agreement(p: Program) -> Axes:
     """Home axes over which `p` communicates."""
-    return p.plan.mesh.ordered({a for _, axes, _ in chain(p) for a in axes if a in p.plan.home})
+    return p.plan.mesh.ordered({a for c in chain(p) for a in c.axes if a in p.plan.home})
 
 
-def meet(p: Program, r: int, peer: int) -> list[tuple[str, Axes, Type]]:
+def meet(p: Program, r: int, peer: int) -> list[Meeting]:
     """The collectives of `p` in which two ranks take part together."""
     a, b = p.plan.mesh.coords(r), p.plan.mesh.coords(peer)
     apart = {x for x in a if a[x] != b[x]}
-    return [c for c in chain(p) if apart <= set(c[1])]
+    return [c for c in chain(p) if apart <= set(c.axes)]
 
 
 def verify_ranks(programs: Sequence[Program]) -> None:
@@ -58,8 +74,6 @@ def verify_ranks(programs: Sequence[Program]) -> None:
             raise VerifyError("V8", f"ranks {r} and {peer} {why} and run the buckets {p.bucket} and {q.bucket}")
         for k, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
             if a != b:
-                raise VerifyError("V7", f"collective {k} of ranks {r} and {peer} differs: {_say(a)} and {_say(b)}")
-
-
-def _say(c: tuple[str, Axes, Type] | None) -> str:
-    return f"{c[0]} over {','.join(c[1])} of {c[2]}" if c else "none"
+                raise VerifyError(
+                    "V7", f"collective {k} of ranks {r} and {peer} differs: {a or 'none'} and {b or 'none'}"
+                )

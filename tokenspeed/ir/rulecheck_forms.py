@@ -144,7 +144,7 @@ def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor
         p[:, word] = (
             (low + torch.rand(rows, generator=g)).clamp(max=1.0 if word == Word.TOP_P else 2.0).view(torch.int32)
         )
-    p[:, Word.TOP_K] = 3
+    p[:, Word.TOP_K], p[:, Word.LOGPROBS] = 3, 20
     return p
 
 

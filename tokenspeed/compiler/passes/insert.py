@@ -51,7 +51,6 @@ class _Builder:
         self.leaf_name: dict[int, str] = {}
         self.served: dict[tuple[str, Type], str] = {}
         self.alias: dict[str, str] = {}
-        self.inserted: dict[str, int] = {}
 
     def place(self, n: FlatNode, row: Row) -> None:
         who = n.name
@@ -77,8 +76,9 @@ class _Builder:
         for step in path.steps:
             key = (value, step.after)
             if key not in self.served:
-                k = self.inserted[value] = self.inserted.get(value, 0) + 1
-                name = value + "'" * k
+                name = value + "'"
+                while name in self.types:  # a value that crossed a signature may bear an inserted name itself
+                    name += "'"
                 note = f"{edge} {_change(self.types[at], step.after)} for {who}"
                 self.nodes.append(Node(step.op, (at,), (name,), dict(step.attrs()), NOWHERE, note))
                 self.types[name] = step.after

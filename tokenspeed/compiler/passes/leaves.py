@@ -109,9 +109,16 @@ def type_body(
                 rename[node.outputs[0]] = inputs[0]
                 continue
             extra, made, last = repair(inputs[0], source, target, node.origin)
-            nodes.extend(extra)
-            types.update(made)
-            rename[node.outputs[0]] = last
+            names: dict[str, str] = {}
+            for n in made:  # the same value may be placed several ways
+                names[n] = n
+                while names[n] in types:
+                    names[n] += "'"
+                types[names[n]] = made[n]
+            for e in extra:
+                inputs, outs = ([names.get(x, x) for x in xs] for xs in (e.inputs, e.outputs))
+                nodes.append(Node(e.op, tuple(inputs), tuple(outs), e.attrs, e.origin, e.note))
+            rename[node.outputs[0]] = names.get(last, last)
             continue
         attrs = resolve_dtypes(node.attrs, b.dtype)
         args = [param_type(params, i) if i.startswith("@") else types[i] for i in inputs]

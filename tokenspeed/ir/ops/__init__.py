@@ -9,11 +9,12 @@ from tokenspeed.ir.ops.attention import ATTENTION
 from tokenspeed.ir.ops.base import Local, Op
 from tokenspeed.ir.ops.comm import COMM, Redistribute
 from tokenspeed.ir.ops.dense import DENSE
+from tokenspeed.ir.ops.fused import FUSED, Fused
 from tokenspeed.ir.ops.sampling import SAMPLING
 
-OPS: dict[str, Op] = {op.name: op for op in (*DENSE, *ATTENTION, *SAMPLING, *COMM)}
+OPS: dict[str, Op] = {op.name: op for op in (*DENSE, *ATTENTION, *SAMPLING, *COMM, *FUSED)}
 REFERENCES: dict[str, Callable[..., Any]] = {
     name: op.reference for name, op in OPS.items() if type(op).reference is not Op.reference
 }
 
-__all__ = ["OPS", "REFERENCES", "Local", "Op", "Redistribute"]
+__all__ = ["OPS", "REFERENCES", "Fused", "Local", "Op", "Redistribute"]

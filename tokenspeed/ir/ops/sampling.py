@@ -21,6 +21,7 @@ from tokenspeed.ir.types import Type
 
 TOP_LOGPROBS = 20  # alternatives reported a token, at most
 PARAM_WORDS = 16
+NO_LOGPROB = -9999.0  # of an alternative that is not there (id -1): JSON knows no infinity
 
 
 class Word(IntEnum):
@@ -289,7 +290,7 @@ class Sample(Op):
         tokens = torch.zeros(rows, dtype=torch.int32)
         logprobs = torch.zeros(rows)
         top_ids = torch.full((rows, TOP_LOGPROBS), -1, dtype=torch.int32)
-        top_lps = torch.full((rows, TOP_LOGPROBS), float("-inf"))
+        top_lps = torch.full((rows, TOP_LOGPROBS), NO_LOGPROB)
         for i in range(rows):
             flags = int(params[i, Word.FLAGS])
             if not flags & Flag.VALID:

@@ -1,0 +1,203 @@
+"""Legal layouts of 2, 4, 6 and 8 ranks, models to lay out, and one trial: bucket edges on a layout against one rank.
+
+Invariant: a trial gives every request the same number, tokens and seed on every layout; what one rank computes is computed
+once a model and shape of work.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.compiler import trial
+from tokenspeed.compiler.costs import CostModel, load_costs
+from tokenspeed.compiler.fuzz import random_costs
+from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
+from tokenspeed.ir.mesh import make_plan, parse_mesh
+from tokenspeed.ir.simulate import Simulator
+from tokenspeed.ir.text import parse_program
+from tokenspeed.models import find_family
+from tokenspeed.models.llama import Attention, CausalLM, Layer
+from tokenspeed.models.nn import MLP, Batch, Config, Linear, Module, RMSNorm, Rope, Rows, Stream, silu
+from tokenspeed.models.nn.decoder import decoder_dims
+
+
+class Wide(Module):
+    """A dense stand-in for routed experts: blocks of an FFN lie on the expert axis, their sum is pending over it."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Linear("h -> e@ep*g | e@ep*g"), Linear("e@ep*g -> h")
+
+    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +ep"]:
+        gate, up = self.up(x)
+        return self.down(silu(gate) * up)
+
+
+class Shared(Module):
+    """The expert every token visits, on its own axis."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Linear("h -> f@se"), Linear("f@se -> h")
+
+    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +se"]:
+        return self.down(silu(self.up(x)))
+
+
+class Mixed(Module):
+    """Routed and shared, each pending over its own axes."""
+
+    def __init__(self) -> None:
+        self.routed, self.shared = Wide(), Shared()
+
+    def forward(self, x: Rows) -> Stream:
+        return self.routed(x) + self.shared(x)
+
+
+class MixedLayer(Module):
+    def __init__(self, c: Config, rope: Rope) -> None:
+        self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
+        self.attn, self.mix = Attention(c, rope), Mixed()
+
+    def forward(self, x: Stream, b: Batch) -> Stream:
+        x = x + self.attn(self.norm1(x), b)
+        return x + self.mix(self.norm2(x))
+
+
+class Mixture(CausalLM):
+    """A dense first layer, then layers whose FFN mixes the expert axes."""
+
+    dims = staticmethod(lambda c: decoder_dims(c) | {"e": 4, "g": 6})
+
+    def __init__(self, c: Config) -> None:
+        super().__init__(c)
+        self.layers = [Layer(c, self.rope), MixedLayer(c, self.rope)]
+
+
+assert MLP  # the dense layer's FFN, over `mlp`
+
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Mixture")
+NAMED = {
+    "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=dp*tp,se=dp*tp"),
+    "attention TP4, dense TP2": ("a=2,b=2", "tp=a*b,mlp=b,ep=b,se=b"),
+    "attention TP4, dense first layer TP1, experts TP4": ("tp=4", "mlp=1,ep=tp,se=tp"),
+    "attention DP4, dense first layer TP4": ("dp=4", "mlp=dp,ep=1,se=1"),
+}
+
+
+@functools.cache
+def config(model: str) -> dict[str, Any]:
+    return {
+        "architectures": [model], "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
+        "intermediate_size": 20, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": model == "MistralForCausalLM",
+        "mlp_bias": model == "MistralForCausalLM",
+    }  # fmt: skip
+
+
+def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
+    """(mesh, axes): dp of every size, the rest in one axis or two, and mlp, vp (ep, se) on any product of mesh axes."""
+    for dp in (d for d in range(1, ranks + 1) if ranks % d == 0):
+        rest = ranks // dp
+        splits = [(rest,)] + ([(2, rest // 2)] if rest % 2 == 0 and rest > 2 else [])  # the 2 KV heads end on an axis
+        for split in splits:
+            inner = [(n, s) for n, s in zip("ab", split) if s > 1]
+            names = (["dp"] if dp > 1 else []) + [n for n, _ in inner]
+            products = ["1"] + ["*".join(p) for k in range(1, len(names) + 1) for p in itertools.permutations(names, k)]
+            free = ("mlp", "ep") if model == "Mixture" else ("mlp", "vp")  # vp is tp, se is mlp there
+            tps = ["*".join(n for n, _ in inner) or "1"] + [n for n, _ in inner[:-1]]
+            mesh = ",".join(([f"dp={dp}"] if dp > 1 else []) + [f"{n}={s}" for n, s in inner])
+            for tp, *maps in itertools.product(tps, *([products] * len(free))):
+                used = set("*".join([tp, *maps, "dp"]).split("*"))
+                if set(names) <= used:
+                    yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps))])
+
+
+@dataclass(frozen=True)
+class Trial:
+    model: str
+    mesh: str
+    axes: str
+    seed: int  # of the prices
+
+
+def trials(sample: int | None, seed: int) -> list[Trial]:
+    """All models on all layouts of 2, 4, 6 and 8 ranks, or a seeded sample of `sample` of them."""
+    rng = random.Random(seed)
+    found = [(m, *at) for m in MODELS for n in (2, 4, 6, 8) for at in layouts(n, m)]
+    if sample is not None:  # as many of each model and size
+        pools = [[(m, *at) for at in layouts(n, m)] for m in MODELS for n in (2, 4, 6, 8)]
+        found = [rng.choice(pools[i % len(pools)]) for i in range(sample)]
+    return [Trial(*f, seed=rng.randrange(1 << 30)) for f in found]
+
+
+def compiled(model: str, mesh: str, axes: str, buckets: list[tuple[int, int]], costs: CostModel) -> Result:
+    plan = make_plan(parse_mesh(mesh), axes)
+    family = Mixture if model == "Mixture" else find_family(model)
+    return run_passes(Request(family, Config(config(model)), plan, buckets, "f32", "f32", costs, variants=("gumbel",)))
+
+
+def work(groups: int, tokens: int, idle: bool) -> list[list[trial.Request]]:
+    """Two requests a home group that fill `tokens` rows (one where there is one row); with `idle` the last group has none."""
+    out: list[list[trial.Request]] = []
+    for g in range(groups):
+        lengths = [tokens] if tokens == 1 else [tokens - tokens // 2, tokens // 2]
+        requests = [(2 * g + i, [(7 * g + 3 * i + 5 * k) % 61 for k in range(n)], 0) for i, n in enumerate(lengths)]
+        out.append([] if idle and g == groups - 1 else requests)
+    return out
+
+
+def outcome(r: Result, requests: list[list[trial.Request]], bucket: int) -> tuple[list[int], Tensor]:
+    """Sampled tokens of a prefill and a decode step, and the logits behind them (float64)."""
+    weights = trial.random_weights(r.weights)
+    caches: dict[str, list[Tensor]] = {}
+    tokens: list[int] = []
+    logits: list[Tensor] = []
+    for step in range(2):
+        t, rows = bucket if step == 0 else max(len(g) for g in requests), len(max(requests, key=len))
+        p = parse_program(next(x for (_, b), x in r.texts.items() if b == (bucket if step == 0 else t)))
+        rows = p.bucket["s"]
+        sim = Simulator(p, trial.runtime_sizes(p))
+        seeds = {n: 1000 + n if n % 2 else 0 for g in requests for n, _, _ in g}
+        results, env = sim.run(trial.batch(p, requests, seeds if step else None), weights, caches)
+        at = [g * rows + i for g, mine in enumerate(requests) for i in range(len(mine))]
+        new = [int(results[0][k]) for k in at]
+        tokens += new
+        logits.append(sim.meaning.assemble(env["head"], p.types["head"])[at][:, : p.logical["v"]])
+        fed = iter(new)
+        requests = [[(n, [next(fed)], first + len(ids)) for n, ids, first in mine] for mine in requests]
+    return tokens, torch.cat(logits)
+
+
+@functools.cache
+def one_rank(model: str, groups: int, tokens: int, idle: bool) -> tuple[list[int], Tensor]:
+    requests = [[r for g in work(groups, tokens, idle) for r in g]]
+    size = max(sum(len(ids) for _, ids, _ in requests[0]), 1)
+    n = len(requests[0])
+    buckets = sorted({(size, n), (n, n)})
+    return outcome(compiled(model, "", "", buckets, load_costs("cpu")), requests, size)
+
+
+def run(t: Trial) -> int:
+    """Runs one layout on every bucket edge; AssertionError where tokens differ or logits do not agree. Returns the cases."""
+    plan = make_plan(parse_mesh(t.mesh), t.axes)
+    ranks, groups = plan.mesh.ranks, plan.mesh.size(plan.home)
+    edges = [(1, False), (ranks - 1, False), (ranks, False), (ranks + 1, False), (12, False)]
+    if groups > 1:
+        edges.append((ranks, True))
+    rng = random.Random(t.seed)
+    costs = load_costs("cpu") if t.seed % 3 == 0 else random_costs(rng)
+    tokens = sorted({e for e, _ in edges} | {1, 2})
+    r = compiled(t.model, t.mesh, t.axes, [(b, min(b, 2)) for b in tokens], costs)
+    for n, idle in edges:
+        got, logits = outcome(r, work(groups, n, idle), n)
+        want, exact = one_rank(t.model, groups, n, idle)
+        assert got == want, (t, n, idle)
+        assert torch.allclose(logits, exact, rtol=1e-9, atol=1e-9), (t, n, idle)
+    return len(edges)

@@ -1,0 +1,43 @@
+"""Every model on every legal layout and bucket edge: tokens equal to one rank's, logits within rounding of float64.
+
+A seeded sample by default; TOKENSPEED_LAYOUTS=full (`make test-layouts`) runs all of them and prints the count.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.compiler.layouts import NAMED, Trial, layouts, run, trials
+
+torch.set_num_threads(1)
+FULL = os.environ.get("TOKENSPEED_LAYOUTS") == "full"
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("model", ["Mixture", "LlamaForCausalLM"])
+def test_groups_of_unlike_sizes_in_one_model(name: str, model: str) -> None:
+    mesh, axes = NAMED[name]
+    if model != "Mixture":  # a dense model has no expert axes
+        axes = ",".join(a for a in axes.split(",") if a.split("=")[0] not in ("ep", "se"))
+    for seed in range(3):
+        assert run(Trial(model, mesh, axes, seed)) >= 5
+
+
+@pytest.mark.timeout(36000 if FULL else 300)
+def test_tokens_do_not_depend_on_the_layout() -> None:
+    cases = 0
+    chosen = trials(None if FULL else 60, seed=11)
+    for t in chosen:
+        cases += run(t)
+    print(f"{cases} cases: {len(chosen)} layouts of models x bucket edges")
+    assert cases >= 300
+
+
+def test_the_layouts_are_many_and_mixed() -> None:
+    for ranks in (2, 4, 6, 8):
+        found = list(layouts(ranks, "LlamaForCausalLM"))
+        assert len(found) == len(set(found)) >= 4 * ranks
+    assert ("dp=2,a=2,b=2", "tp=a*b,mlp=b*dp,vp=a") in list(layouts(8, "LlamaForCausalLM"))

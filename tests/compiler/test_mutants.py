@@ -1,0 +1,86 @@
+"""The verifier alone rejects each mutant that is not equal to the original, with a rule's code, and no valid program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compiler.sim import compile_tiny, tiny
+from tokenspeed.compiler.mutants import mutants
+from tokenspeed.compiler.mutate import Report, judge, of_model, run
+from tokenspeed.ir.agreement import agreement, verify_ranks
+from tokenspeed.ir.errors import VerifyError
+from tokenspeed.ir.text import parse_program, print_program
+from tokenspeed.ir.verifier import verify
+
+torch.set_num_threads(1)
+
+
+def test_every_mutant_is_rejected_or_equal() -> None:
+    report = run(programs=150, families=["Qwen2ForCausalLM"], per_program=25, seed=3)
+    assert report.survivors == [], report.survivors[0]
+    assert report.false_rejects == [], report.false_rejects[0]
+    assert report.valid > 100
+    assert report.killed > 250
+    assert set(report.codes) <= {f"V{n}" for n in range(1, 17)}
+
+
+def test_all_kinds_of_mutants_are_made_and_killed() -> None:
+    r = compile_tiny(tiny(), "dp=2,tp=2", "vp=dp*tp", [(4, 4), (8, 4)], variants=("gumbel",))
+    original = of_model(r, "gumbel", 4)
+    found: dict[str, list] = {}
+    for m in mutants(original.p, parse_program(r.texts["gumbel", 8])):
+        found.setdefault(m.kind, []).append(m)
+    assert set(found) >= {
+        "dropped", "doubled", "wrong axis", "world group", "other collective", "other dim", "reduce op", "moved", "bypassed",
+        "spare collective", "mask dropped", "cache write", "port placement", "result placement", "weight placement",
+        "kv replica map", "signature", "missing on one rank", "bucket of one rank",
+    }  # fmt: skip
+    report = Report()
+    for kind in found:
+        for m in found[kind][:4]:
+            judge(m, original, report)
+    assert report.survivors == []
+    assert all(killed for kind, (killed, _, _) in report.by_kind.items() if kind != "axis order"), report.by_kind
+
+
+def test_a_program_without_types_reads_back_whole() -> None:
+    text = compile_tiny(tiny(), "tp=2", variants=("gumbel",)).texts["gumbel", 8]
+    bare = parse_program(print_program(parse_program(text), typed=False))
+    assert bare.types == parse_program(text).types
+
+
+def test_ranks_that_meet_run_one_bucket_and_one_order() -> None:
+    apart = compile_tiny(tiny(), "dp=2,tp=2", "", [(4, 4), (8, 4)], variants=("gumbel",))
+    joined = compile_tiny(tiny(), "dp=2,tp=2", "vp=dp*tp", [(4, 4), (8, 4)], variants=("gumbel",))
+    small, large = (parse_program(apart.texts["gumbel", b]) for b in (4, 8))
+    assert agreement(small) == ()
+    verify_ranks([small, small, large, large])  # home groups that never meet
+    with pytest.raises(VerifyError, match="V8"):
+        verify_ranks([small, large, small, large])
+    small, large = (parse_program(joined.texts["gumbel", b]) for b in (4, 8))
+    assert agreement(small) == ("dp",)
+    with pytest.raises(VerifyError, match="V8"):
+        verify_ranks([small, small, large, large])
+
+
+def test_a_mask_that_is_dropped_changes_tokens_and_is_refused() -> None:
+    r = compile_tiny(tiny(), "tp=2", "", [(4, 4)], variants=("gumbel",))
+    text = r.texts["gumbel", 4]
+    assert " fill " in text
+    p = parse_program(text.replace("value=-inf", "value=0.0"))
+    with pytest.raises(VerifyError, match="V5"):
+        verify(p)
+    assert r.layout.sizes["v"] > r.layout.logical["v"]
+
+
+def test_ranks_that_exchange_the_operands_of_two_equal_collectives_are_refused() -> None:
+    r = compile_tiny(tiny(), "tp=2", "", [(4, 4)], variants=("gumbel",))
+    text = r.texts["gumbel", 4]
+    p, q = parse_program(text), parse_program(text)
+    a, b = (
+        i for i, n in enumerate(q.nodes) if n.inputs[0] in ("layers.0.attn", "layers.0.mlp") and n.op == "all_reduce"
+    )
+    q.nodes[a], q.nodes[b] = q.nodes[b], q.nodes[a]
+    with pytest.raises(VerifyError, match="V7"):
+        verify_ranks([p, q])

@@ -1,0 +1,145 @@
+"""Rule discovery for kernels: every declared row of an op, computed by the op's kernels instead of its reference.
+
+    python -m tokenspeed.compiler.rulecheck_kernels [--json]
+
+A kernel of an op (add_rms_norm and silu_mul among them) must make, on each rank, locals whose meaning is what one rank
+computes, in float32 and within rounding. Kernels of chains that the table does not hold are judged as the chain: the rows
+of its ops composed. Tried are the kernels that run on this machine's CPU and take float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.mesh import Mesh
+from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.rulecheck import Bench, check_products, combinations, declared, homes, reference, row_holds
+from tokenspeed.ir.rulecheck import Report as Rules
+from tokenspeed.ir.rulecheck_forms import FORMS, Form
+from tokenspeed.kernels.registry import default_registry
+from tokenspeed.kernels.spec import KernelSpec
+
+TOLERANCE = 2e-4  # float32 against float64, values of order one
+
+
+@dataclass
+class Report:
+    kernels: set[str] = field(default_factory=set)
+    rules: int = 0
+    unsound: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "kernels": len(self.kernels),
+            "rules": self.rules,
+            "unsound": len(self.unsound),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+class KernelRun:
+    """One rank's call of a kernel, with the outputs a reference would make."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.takes = set(inspect.signature(spec.fn).parameters)
+
+    def __call__(self, form: Form, local: list[Tensor], attrs: Mapping[str, Any], dtype: torch.dtype) -> Any:
+        if form.op == "linear":
+            return self._linear(form, local)
+        if set(attrs) - self.takes:  # a part of a home block's slots: no kernel is bound to it
+            return reference(form, local, attrs, dtype)
+        like = reference(form, [x.clone() for x in local], attrs, dtype)
+        if like is None:
+            self.spec.fn(*(x if i in form.stored else x.contiguous() for i, x in enumerate(local)), **attrs)
+            return None
+        whole: list[Tensor] = list(like) if isinstance(like, tuple) else [like]
+        out: tuple[Tensor, ...] = tuple(torch.full_like(x.contiguous(), _poison(x)) for x in whole)
+        args = [x if i in form.stored else x.contiguous() for i, x in enumerate(local)]
+        if form.op == "lookup":
+            args[1] = self.spec.pack(args[1])
+        self.spec.fn(*args, out=out if isinstance(like, tuple) else out[0], **attrs)
+        return out if isinstance(like, tuple) else out[0]
+
+    def _linear(self, form: Form, local: list[Tensor]) -> Any:
+        k, n_in = form.attrs["segments"], len(form.attrs["in_dims"])
+        ws, biases = local[1 : 1 + k], local[1 + k :]
+        flat = [w.flatten(w.dim() - n_in).flatten(0, -2) for w in ws]
+        x = local[0].flatten(1).contiguous()
+        out = torch.full((x.shape[0], sum(w.shape[0] for w in flat)), float("nan"))
+        bias = torch.cat([b.flatten() for b in biases]) if biases else None
+        self.spec.fn(x, self.spec.pack(torch.cat(flat).contiguous()), bias, out=out)
+        parts = out.split([w.shape[0] for w in flat], 1)
+        ys = [p.reshape(x.shape[0], *w.shape[: w.dim() - n_in]) for p, w in zip(parts, ws)]
+        return tuple(ys) if k > 1 else ys[0]
+
+
+def _poison(x: Tensor) -> float | int:
+    return float("nan") if x.is_floating_point() else -7
+
+
+def candidates(form: Form) -> list[KernelSpec]:
+    """The kernels of a form's op that run here on float32."""
+    taken = ("x", "w", "cache", "out")
+    return [
+        k
+        for k in default_registry().of(form.op)
+        if k.capability.device == "cpu"
+        and any(all("float32" in formats for role, formats in s.items() if role in taken) for s in k.signatures)
+    ]
+
+
+def check(forms: Sequence[Form] = FORMS, kernels: Mapping[str, Sequence[KernelSpec]] | None = None) -> Report:
+    """Every kernel on every declared row of one axis of 2 and 3 ranks, and of their products on 2x2. `kernels`: by op."""
+    start = time.perf_counter()
+    report = Report()
+    known = {op.name for op in OPS.values()}
+    for form in forms:
+        if form.op not in known or form.op in ("cross", "reduce", "topk"):
+            continue  # an alias, and ops without a kernel
+        for spec in candidates(form) if kernels is None else kernels.get(form.op, ()):
+            report.kernels.add(spec.name)
+            run = KernelRun(spec)
+            for home, n in itertools.product(homes(form), (2, 3)):
+                axis = "dp" if home else "x"
+                b = Bench(form, Mesh(((axis, n),)), (axis,) if home else (), n, torch.float32)
+                for combo in combinations(form):
+                    ins = b.types([{axis: s} for s in combo])
+                    if (outs := declared(b, ins)) is not None:
+                        report.rules += 1
+                        if not row_holds(b, ins, outs, run, TOLERANCE):
+                            report.unsound.append(f"{spec.name}, {form.name}: {', '.join(combo)} on {n} ranks")
+            rules = Rules()
+            check_products(form, (2, 2), homes(form)[0], rules, run, torch.float32, TOLERANCE)
+            report.rules += rules.rules
+            report.unsound += [f"{spec.name}, {row}" for row in rules.unsound]
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tokenspeed.compiler.rulecheck_kernels", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: kernels, rules, unsound, seconds")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    report = check()
+    for row in report.unsound:
+        print(f"unsound: {row}", file=sys.stderr)
+    print(json.dumps(report.summary()) if args.json else ", ".join(f"{k} {v}" for k, v in report.summary().items()))
+    return 1 if report.unsound else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
