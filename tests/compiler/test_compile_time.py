@@ -84,7 +84,9 @@ def test_two_pending_sums_a_layer_and_what_repairs_them(model: str, ranks: int) 
                 assert repair["to"].startswith(repair["from"][:6] if repair["op"] == "all_reduce" else "bf16[t@tp")
                 share = (ranks - 1) / ranks * 2 * config(model)["hidden_size"]
                 assert repair["bytes_per_token"] == share * (2 if repair["op"] == "all_reduce" else 1)
-        if program["bucket"]["t"] in (1, 8192):  # a long step spreads its rows between the sums, one token cannot
+        if (
+            program["bucket"]["t"] in (1, 8192) and ranks < 8
+        ):  # a long step spreads its rows, where a collective is cheap
             assert any(r["op"] == "reduce_scatter" for r in rows) == (program["bucket"]["t"] == 8192)
 
 

@@ -18,7 +18,8 @@ from tokenspeed.compiler.page import shown
 from tokenspeed.models import find_family
 
 COLUMNS = {
-    "value", "edge", "from", "to", "op", "axes", "bytes_per_token", "time_us", "rule", "reason", "runner_up", "gap_us",
+    "value", "edge", "from", "to", "op", "fused", "axes", "bytes_per_token", "time_us", "rule", "reason", "runner_up",
+    "gap_us",
 }  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def write(folder: Path, **options: Any) -> str:
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("artifacts")
     return [
-        write(root / "a", certificate=True), write(root / "b", tactics=["layers.*.attn=all_reduce"]),
+        write(root / "a", certificate=True), write(root / "b", tactics=["layers.*.attn=reduce_scatter"]),
         write(root / "dp", mesh="dp=2,tp=2", axes="mlp=dp*tp"),
     ]  # fmt: skip
 
@@ -69,7 +70,7 @@ def test_diff(artifacts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "diff", artifacts[0], artifacts[0]).startswith("no difference")
     text = said(capsys, "diff", *artifacts[:2])
     assert "gumbel.t256: " in text and "step " in text
-    assert any("layers.*.attn -> layers.*.add: " in line and "all_reduce" in line for line in text.splitlines())
+    assert any("layers.*.attn -> layers.*.add: " in line and "reduce_scatter" in line for line in text.splitlines())
     other = said(capsys, "diff", artifacts[0], artifacts[2])
     assert "  + " in other and "dp" in other
 

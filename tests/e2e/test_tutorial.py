@@ -100,7 +100,7 @@ def test_a_block_of_two_open_sums_is_reduced_once(folder: Path) -> None:
     printed = said(["explain", "tp2", "--bucket", "16", "--variant", "gumbel", "--json"], folder)
     (program,) = json.loads(printed)["programs"]
     rows = [row["edge"] for row in program["redistributions"]]
-    assert sum(edge.startswith("blocks.") for edge in rows) == 3 and program["collectives"] == len(rows) == 6
+    assert sum(edge.startswith("blocks.") for edge in rows) == 4 and program["collectives"] == len(rows) == 6
 
 
 def test_one_rank_and_two_give_the_same_tokens(tokens: list[int]) -> None:

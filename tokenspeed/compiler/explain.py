@@ -14,7 +14,8 @@ from typing import Any
 from tokenspeed.compiler.costs import CostModel
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.graph import Node, Param, Program, param_type
-from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.ops import OPS, Fused, Redistribute
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Type
 
 #: runner-up and gap of an edge (value, consumer)
@@ -43,6 +44,10 @@ class Explainer:
 
     def __init__(self, p: Program) -> None:
         self.rows: list[tuple[dict[str, Any], Node, Type, Type, tuple[str, str]]] = []
+        whole, p = p, expand(p)
+        self.fused = {
+            part.outputs[0]: n.op for n in whole.nodes if isinstance(op := OPS.get(n.op), Fused) for part in op.parts(n)
+        }
         makers = {n.attrs["path"] if n.op == "call" else n.outputs[0]: n for n in p.nodes if n.outputs}
         memo: dict[Any, tuple[str, str]] = {}
         for n in p.nodes:
@@ -68,6 +73,7 @@ class Explainer:
             "value": f"{where}{n.outputs[0]}", "edge": f"{where}{n.inputs[0]} -> {who}",
             "from": before.text(p.plan), "to": after.text(p.plan), "op": n.op,
             "axes": list(p.plan.fold(tuple(n.attrs["axes"]))), "reason": _reason(n, before), "rule": rule[0],
+            "fused": self.fused.get(n.outputs[0], ""),
         }  # fmt: skip
         self.rows.append((row, n, before, after, (n.note.partition(" ")[0], who)))
 
@@ -141,7 +147,8 @@ def explain_text(info: dict[str, Any]) -> str:
     ]
     folded: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for r in info["redistributions"]:
-        key = (fold(r["edge"]), r["op"], ",".join(r["axes"]), r["from"], r["to"], fold(r["reason"]), r["rule"])
+        op = f"{r['op']} (in {r['fused']})" if r["fused"] else r["op"]
+        key = (fold(r["edge"]), op, ",".join(r["axes"]), r["from"], r["to"], fold(r["reason"]), r["rule"])
         folded.setdefault(key, []).append(r)
     for (edge, op, axes, src, dst, reason, rule), rows in folded.items():
         lines.append(

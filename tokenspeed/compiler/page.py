@@ -15,7 +15,7 @@ import networkx as nx
 
 from tokenspeed.compiler.explain import fold
 from tokenspeed.ir.graph import Node, Program
-from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.ops import OPS, Fused, Redistribute
 from tokenspeed.ir.text import print_node
 
 ROW, TOP, LEFT = 22, 16, 420  # px: height of a node, margin, where the arcs start
@@ -82,13 +82,15 @@ def _graph(p: Program, info: dict[str, Any]) -> str:
         kind = "call" if n.op == "call" else ""
         if n.op != "call" and isinstance(op := OPS[n.op], Redistribute):
             kind = "comm" if op.wire else "free"
+        elif n.op != "call" and isinstance(OPS[n.op], Fused):
+            kind = "comm"
         g.add_node(y)
         for v in n.values:
             if v in makers:
                 g.add_edge(makers[v], y, pending=bool(p.types[v].pending))
         makers.update((o, y) for o in n.outputs)
         text = print_node(n, p.types, p.plan)
-        row = rows.get(n.outputs[0]) if n.outputs else None
+        row = rows.get(n.outputs[0]) or rows.get(f"{n.outputs[0]}'sum") if n.outputs else None
         tip = text + (f"\n{row['rule']}: {row['reason']}\nrunner-up: {row['runner_up']}" if row else "")
         label = f"{', '.join(n.outputs)} = {n.attrs['leaf'] if n.op == 'call' else n.op}" if n.outputs else n.op
         lines.append(f'<text class="{kind}" x="{LEFT}" y="{TOP + y * ROW}" text-anchor="end">{html.escape(label)}'
@@ -115,8 +117,10 @@ def _table(info: dict[str, Any]) -> str:
     cells: dict[tuple[str, ...], int] = {}
     for r in info["redistributions"]:
         gap = "" if r["gap_us"] is None else f"{r['gap_us']:.1f}"
-        key = (fold(r["edge"]), r["from"], r["to"], r["op"], ",".join(r["axes"]), f"{r['bytes_per_token']:.0f}", f"{r['time_us']:.1f}",
-               f"{r['rule']}: {fold(r['reason'])}", r["runner_up"], gap)  # fmt: skip
+        moved = f"{r['bytes_per_token']:.0f}", f"{r['time_us']:.1f}"
+        why = f"{r['rule']}: {fold(r['reason'])}"
+        how = r["fused"] or r["op"], ",".join(r["axes"])
+        key = (fold(r["edge"]), r["from"], r["to"], *how, *moved, why, r["runner_up"], gap)
         cells[key] = cells.get(key, 0) + 1
     out = ["<table><tr><th>times</th>" + "".join(f"<th>{h}</th>" for h in head) + "</tr>"]
     out += [

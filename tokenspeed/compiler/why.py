@@ -49,7 +49,7 @@ def _chain(
             break
         out.append(f"  {print_node(n, types, p.plan)}")
         out += ["  " + line for line in _rule(p, n, types, params, at)]
-        row = rows.get(where + at)
+        row = rows.get(where + at) or rows.get(f"{where}{n.outputs[0]}'sum")  # of a fused reduction
         if row:
             out.append(f"  {row['rule']}: {row['reason']}; {row['time_us']:.1f} us")
             gap = "" if row["gap_us"] is None else f", +{row['gap_us']:.2f} us a step"

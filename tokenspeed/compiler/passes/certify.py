@@ -25,6 +25,7 @@ from tokenspeed.compiler.trial import batch, random_weights, runtime_sizes
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Mesh, Plan, make_plan
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.types import ROW_DIMS, Type
 
@@ -47,7 +48,7 @@ def certify(r: Request, bodies: Sequence[Body]) -> dict[str, Any]:
     try:
         for variant in r.variants:
             mine = [b for b in bodies if b.problem.flat.variant == variant]
-            pair = _Pair(prepare(small, variant), prepare(alone, variant), r.config.values().get(_DEPTH, 0))
+            pair = _Pair(prepare(small, variant), prepare(alone, variant), r.config.values().get(_DEPTH, 0), r.fused)
             rows += [{"variant": variant, "buckets": b.buckets} | pair.check(b) for b in mine]
     finally:
         torch.set_num_threads(threads)
@@ -81,6 +82,7 @@ class _Pair:
     many: Prepared
     one: Prepared
     layers: int  # of the real model
+    fused: frozenset[str]
     known: dict[object, dict[str, Any]] = field(default_factory=dict)  # by the reduced program
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class _Pair:
 
     def _run(self, problem: Problem, chosen: list[Row]) -> dict[str, Any]:
         plan, (t, s) = problem.repairs.plan, problem.bucket.values()
-        p, _ = build(problem, chosen, LeafCache())
+        p, _ = build(problem, chosen, LeafCache(), self.fused)
         groups = plan.mesh.size(plan.home)
         single = self.one.bucket({"t": t * groups, "s": s * groups})
         q, _ = build(single, single.solve().rows, LeafCache())
@@ -156,7 +158,7 @@ def _compare(p: Program, q: Program, groups: int, weights: Sequence[Mapping[str,
         flat = [r for requests in work for r in requests]
         outs = []
         for prog, w, cache, spread in ((p, weights[0], caches[0], work), (q, weights[1], caches[1], [flat])):
-            sim = Simulator(prog, runtime_sizes(prog))
+            sim = Simulator(expand(prog), runtime_sizes(prog))
             outs.append((sim, *sim.run(batch(prog, spread, dict.fromkeys((r[0] for r in flat), SEED)), w, cache)))
         (many, results, env), (_, expected, reference) = outs
         size = len(flat) // groups * len(flat[0][1])

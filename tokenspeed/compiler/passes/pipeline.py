@@ -15,6 +15,7 @@ from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.decisions import Decisions
 from tokenspeed.compiler.passes.eliminate import Factor
 from tokenspeed.compiler.passes.footprint import Arenas, Holding, NothingHolds, weight_bytes
+from tokenspeed.compiler.passes.fusions import fuse, fused_factors
 from tokenspeed.compiler.passes.insert import LeafCache, build_program
 from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
@@ -29,6 +30,7 @@ from tokenspeed.compiler.weightmap import WeightMap, verify_weights
 from tokenspeed.ir.errors import PlanError, VerifyError
 from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.text import parse_program, print_header, print_program
 from tokenspeed.ir.types import Type
 from tokenspeed.ir.verifier import verify
@@ -55,6 +57,7 @@ class Request:
     tactics: Tactics = field(default_factory=Tactics)
     memory_limit: int | None = None  # bytes a rank may hold of weights and arena
     binder: Binder = field(default_factory=Binder)
+    fused: frozenset[str] = frozenset()  # fused collectives that the solver may count on
 
 
 @dataclass
@@ -111,9 +114,12 @@ class Problem:
     factors: dict[str, Axes]  # row factors
     count: dict[str, int]  # global rows
 
-    def solve(self, tactics: Tactics | None = None, extra: Sequence[Factor] = ()) -> Solution:
+    def solve(
+        self, tactics: Tactics | None = None, extra: Sequence[Factor] = (), fused: frozenset[str] = frozenset()
+    ) -> Solution:
         """Pass 5."""
-        return solve(self.flat, self.choices, self.repairs, self.rows, self.results, self.values, tactics, extra)
+        factors = [*extra, *fused_factors(self.flat, self.rows, self.values, self.repairs, fused)]
+        return solve(self.flat, self.choices, self.repairs, self.rows, self.results, self.values, tactics, factors)
 
 
 @dataclass
@@ -125,14 +131,19 @@ class Body:
     buckets: list[int] = field(default_factory=list)
 
 
-def build(problem: Problem, rows: list[Row], cache: LeafCache) -> tuple[Program, bool]:
+def build(
+    problem: Problem, rows: list[Row], cache: LeafCache, fused: frozenset[str] = frozenset()
+) -> tuple[Program, bool]:
     """Passes 6 to 9: the verified program of these rows, and whether its body depends on the bucket's prices."""
     p = build_program(problem.flat, problem.choices, problem.repairs, rows, problem.results, problem.bucket, cache)
     priced = worthwhile(p.nodes, p.results)
     if priced:
         p = simplify(p, problem.repairs)
     verify(p)
-    return p, priced
+    q = fuse(p, fused)
+    if q is not p:
+        verify(expand(q))
+    return q, priced
 
 
 def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepared:
@@ -213,7 +224,7 @@ class _Made:
         problem = self.problem
         key = (tuple(sorted(problem.factors.items())), solution.picks)
         if key not in self.known:
-            p, priced = build(problem, solution.rows, self.cache)
+            p, priced = build(problem, solution.rows, self.cache, self.request.fused)
             key = (key, problem.bucket["t"]) if priced else key  # what pays here may not pay in another bucket
             text = print_program(p)
             verify_round_trip(text)
@@ -226,7 +237,7 @@ class _Made:
     def within(self, weights: int) -> Solution:
         """The cheapest plan that fits the memory limit. PlanError P039 with the figures where none does."""
         r, problem = self.request, self.problem
-        solution = problem.solve(r.tactics)
+        solution = problem.solve(r.tactics, fused=r.fused)
         if r.memory_limit is None:
             return solution
         holding = Holding(list(problem.values.values()), problem.rows, problem.repairs)
@@ -237,7 +248,7 @@ class _Made:
                 return solution
             least = arena if least is None else min(arena, least)
             try:
-                solution = problem.solve(r.tactics, holding.below(holding.peak(solution.picks)))
+                solution = problem.solve(r.tactics, holding.below(holding.peak(solution.picks)), r.fused)
             except (NothingHolds, PlanError):
                 t = problem.bucket["t"]
                 raise PlanError(

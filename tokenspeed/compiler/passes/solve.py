@@ -150,7 +150,7 @@ def solve(
             if not keep:
                 constant += float(table)
             else:
-                factors.append(_merge_scope([scope[x] for x in keep], table))
+                factors.append(merge_scope([scope[x] for x in keep], table))
     found = eliminate(picks, factors)
     total = constant + found.cost
     if not np.isfinite(total):
@@ -226,7 +226,7 @@ def _pinned(
     return table
 
 
-def _merge_scope(scope: list[int], table: np.ndarray) -> Factor:
+def merge_scope(scope: list[int], table: np.ndarray) -> Factor:
     """Variables ascending; a node that consumes a value twice appears twice in the scope: take the diagonal."""
     out = list(scope)
     while len(set(out)) < len(out):
