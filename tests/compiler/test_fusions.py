@@ -16,6 +16,8 @@ from tokenspeed.compiler.passes.fusions import fuse, saving
 from tokenspeed.compiler.passes.insert import LeafCache
 from tokenspeed.compiler.passes.pipeline import Problem, build
 from tokenspeed.compiler.trial import batch, random_weights, runtime_sizes
+from tokenspeed.ir.agreement import agreement
+from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.ops.fused import FUSED, expand
 from tokenspeed.ir.simulate import Simulator
@@ -48,6 +50,7 @@ def test_a_fused_program_expands_to_the_one_it_was_made_of(mesh: str, axes: str,
         for p in compile_tiny(tiny(), mesh, axes, [(8, 4)], costs).programs.values():
             q = fuse(p, ALL)
             back = expand(q)
+            verify(q)
             verify(back)
             assert [(n.op, n.attrs) for n in back.nodes if "axes" in n.attrs] == [
                 (n.op, n.attrs) for n in p.nodes if "axes" in n.attrs
@@ -71,7 +74,7 @@ def test_it_computes_what_one_rank_does(mesh: str, axes: str, rows: int) -> None
         p.sizes["t"] = p.logical["t"] = 8 * groups
         requests = [(k, [5 + k, 6, 7], 0) for k in range(2)]
         work = [[x] for x in requests] if groups == 2 else [requests]
-        got = Simulator(expand(p), runtime_sizes(p)).run(batch(p, work), random_weights(r.weights), {})[0][0]
+        got = Simulator(p, runtime_sizes(p)).run(batch(p, work), random_weights(r.weights), {})[0][0]
         tokens.append([int(got[0]), int(got[4 if groups == 2 else 1])])
     assert tokens[0] == tokens[1]
 
@@ -129,3 +132,17 @@ def test_it_is_certified_and_explained() -> None:
     assert "(in all_reduce_add_rms_norm)" in done.files["explain.txt"]
     for e in done.result.explain.values():
         assert e["collectives"] == sum(OPS[r["op"]].wire for r in e["redistributions"])  # type: ignore[attr-defined]
+
+
+def test_a_fused_op_is_verified_by_its_parts() -> None:
+    """An edited program whose fused op takes a complete branch, or runs over no axis, is refused."""
+    p = compile_tiny(tiny(), "tp=2", "", [(8, 4)], "h200", ("gumbel",), fused=ALL).programs["gumbel", 8]
+    verify(p)
+    spread = compile_tiny(tiny(), "dp=2,tp=2", "mlp=dp*tp", [(8, 4)], "h200", ("gumbel",), fused=ALL)
+    assert agreement(spread.programs["gumbel", 8]) == ("dp",)
+    text = print_program(p, typed=False)
+    line = next(x for x in text.splitlines() if " = all_reduce_add_rms_norm " in x)
+    branch = line.split("rms_norm ")[1].split(", ")[1]
+    for old, new in ((branch, "%embed'"), ("('tp',)", "()")):
+        with pytest.raises(VerifyError):
+            verify(parse_program(text.replace(line, line.replace(old, new))))

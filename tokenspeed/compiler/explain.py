@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenspeed.compiler.costs import CostModel
+from tokenspeed.ir.agreement import agreement
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.graph import Node, Param, Program, param_type
 from tokenspeed.ir.ops import OPS, Fused, Redistribute
@@ -62,7 +63,7 @@ class Explainer:
         for t in p.types.values():
             for a in p.plan.fold(t.pending):
                 self.pending[a] = self.pending.get(a, 0) + 1
-        self.agreement = agreement(p)
+        self.agreement = list(agreement(whole))
 
     def _row(self, p: Program, n: Node, types: dict[str, Type], where: str, rule: tuple[str, str]) -> None:
         if not isinstance(OPS.get(n.op), Redistribute):
@@ -124,17 +125,6 @@ def _reason(n: Node, before: Type) -> str:
     if n.op == "all_gather":
         return f"rows or columns are spread over {','.join(n.attrs['axes'])}, and {who or 'place'} needs them whole"
     return f"{who or 'place'} wants its part only" if n.op == "slice" else f"joins a pending sum at {who or 'place'}"
-
-
-def agreement(p: Program) -> list[str]:
-    """Home axes over which the program communicates: their ranks must replay the same bucket."""
-    used: set[str] = set()
-    for nodes in (p.nodes, *(leaf.nodes for leaf in p.leaves.values())):
-        for n in nodes:
-            op = OPS.get(n.op)
-            if isinstance(op, Redistribute) and op.wire:
-                used.update(n.attrs["axes"])
-    return [a for a in p.plan.home if a in used]
 
 
 def explain_text(info: dict[str, Any]) -> str:

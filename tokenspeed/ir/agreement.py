@@ -15,6 +15,7 @@ from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.types import Type
 
 
@@ -33,6 +34,7 @@ class Meeting:
 
 def chain(p: Program) -> Iterator[Meeting]:
     """Every collective in program order."""
+    p = expand(p)
     for n in p.nodes:
         leaf = p.leaves[n.attrs["leaf"]] if n.op == "call" else None
         prefix = n.attrs["path"] + "/" if leaf else ""

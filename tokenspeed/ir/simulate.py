@@ -17,6 +17,7 @@ from tokenspeed.ir.collectives import collective
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.meaning import Meaning, Value, settled
 from tokenspeed.ir.ops import OPS, REFERENCES, Local, Redistribute
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.types import Type
 
 
@@ -25,7 +26,7 @@ class Simulator:
 
     def __init__(self, program: Program, runtime: Mapping[str, int], real: torch.dtype = torch.float64) -> None:
         """`runtime`: extents the runtime fixes (slots, page, l, p, r ...), global. `real`: what f32 is computed in."""
-        self.p, self.mesh = program, program.plan.mesh
+        self.p, self.mesh = expand(program), program.plan.mesh
         self.sizes = dict(program.sizes) | dict(runtime)
         self.logical = dict(program.logical) | {k: v for k, v in runtime.items() if k not in program.logical}
         self.meaning = Meaning(program.plan, self.sizes, {d: program.row_axes(d) for d in program.bucket})

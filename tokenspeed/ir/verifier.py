@@ -17,13 +17,18 @@ from tokenspeed.ir.errors import RuleError, VerifyError
 from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.pads import verify_pads
 from tokenspeed.ir.text import infer_node
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 
 def verify(p: Program) -> None:
-    """VerifyError with the code of the first rule that does not hold."""
+    """VerifyError with the code of the first rule that does not hold. Fused ops are checked by their parts."""
+    try:
+        p = expand(p)
+    except RuleError as e:
+        raise VerifyError("V1", f"a fused op: {e.reason}") from None
     factors = {d: p.row_axes(d) for d in p.bucket}
     _verify_params(p, p.params, factors, "main")
     for name, leaf in p.leaves.items():

@@ -25,7 +25,6 @@ from tokenspeed.compiler.trial import batch, random_weights, runtime_sizes
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Mesh, Plan, make_plan
-from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.types import ROW_DIMS, Type
 
@@ -158,7 +157,7 @@ def _compare(p: Program, q: Program, groups: int, weights: Sequence[Mapping[str,
         flat = [r for requests in work for r in requests]
         outs = []
         for prog, w, cache, spread in ((p, weights[0], caches[0], work), (q, weights[1], caches[1], [flat])):
-            sim = Simulator(expand(prog), runtime_sizes(prog))
+            sim = Simulator(prog, runtime_sizes(prog))
             outs.append((sim, *sim.run(batch(prog, spread, dict.fromkeys((r[0] for r in flat), SEED)), w, cache)))
         (many, results, env), (_, expected, reference) = outs
         size = len(flat) // groups * len(flat[0][1])
