@@ -76,11 +76,16 @@ def _programs(folder: str, args: argparse.Namespace) -> tuple[Any, dict[str, dic
     )
 
 
+def _title(artifact: Any) -> str:
+    m = artifact.manifest
+    return f"{m['model']}  {m['plan']}  {artifact.weights.arithmetic(m['dtype'])}"
+
+
 def _table(artifact: Any, programs: dict[str, dict[str, Any]]) -> None:
     from tokenspeed.compiler.explain import explain_text
 
     m, memory = artifact.manifest, artifact.ports["memory"]
-    print(f"{m['model']}  {m['plan']}  {m['dtype']}")
+    print(_title(artifact))
     print(f"prices: {m['calibration']}; weights {memory['weight_bytes']} B a rank")
     if m["tactics"]:
         print("pinned: " + ", ".join(f"{k}={v}" for k, v in m["tactics"].items()))
@@ -98,9 +103,9 @@ def _page(artifact: Any, programs: dict[str, dict[str, Any]], file: str) -> int:
     from tokenspeed.compiler.artifact import ArtifactError
     from tokenspeed.compiler.page import page
 
-    m = artifact.manifest
-    title = f"{m['model']} {m['plan']} {m['dtype']}"
-    text = page(title, {k: (artifact.program(e["variant"], e["bucket"]["t"]), e) for k, e in programs.items()})
+    text = page(
+        _title(artifact), {k: (artifact.program(e["variant"], e["bucket"]["t"]), e) for k, e in programs.items()}
+    )
     try:
         Path(file).write_text(text, "utf-8")
     except OSError as fault:
