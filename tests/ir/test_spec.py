@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.ir.errors import PlanError, SpecError
@@ -72,6 +72,7 @@ def test_a_plan_with_split_axes_reads_back() -> None:
     assert plan.fold(("tp.0",)) == ("tp.0",)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_groups_partition_the_ranks(sizes: list[int]) -> None:
     mesh = Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tokenspeed.ir.graph import Node, Param, Program
 from tokenspeed.ir.ops import OPS, Redistribute
+from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.text import print_program
 from tokenspeed.ir.types import Dim, Type
 
@@ -28,6 +29,7 @@ class Mutant:
 
 def mutants(p: Program, other: Program | None = None) -> Iterator[Mutant]:
     """Mutants of `p`; `other` is the same model's program of another bucket."""
+    p, other = expand(p), None if other is None else expand(other)
     for edit, kind, what in itertools.chain(_collectives(p), _effects(p), _types(p)):
         q = copy.deepcopy(p)
         try:

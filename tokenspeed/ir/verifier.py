@@ -28,7 +28,7 @@ def verify(p: Program) -> None:
     try:
         p = expand(p)
     except RuleError as e:
-        raise VerifyError("V1", f"a fused op: {e.reason}") from None
+        raise VerifyError(e.code if e.code.startswith("V") else "V1", f"a fused op: {e.reason}") from None
     factors = {d: p.row_axes(d) for d in p.bucket}
     _verify_params(p, p.params, factors, "main")
     for name, leaf in p.leaves.items():
