@@ -31,13 +31,13 @@ def kernel_op(node: Node, source: Type) -> str:
 
 def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Sequence[str], p: Program) -> Request:
     """What the registry is asked for one call; `kinds`: of each operand that is a parameter its kind, "" of a value."""
-    x = ins[1] if node.op == "linear_add" else ins[0]
+    x = ins[0]
     signature: dict[str, str] = {}
     if node.op != "lookup":
         signature["x"] = format_name(x.dtype)
     weights = [t for t, kind in zip(ins, kinds) if kind == "weight"]
-    if weights:  # the matrix, where a vector stands beside it
-        signature["w"] = format_name(next((t for t in weights if len(t.dims) > 1), weights[0]).dtype)
+    if weights:
+        signature["w"] = format_name(weights[0].dtype)
     caches = [t for t, kind in zip(ins, kinds) if kind == "cache"]
     if caches:
         signature["cache"] = format_name(caches[0].dtype)

@@ -22,9 +22,6 @@ from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops import Fused, Local, Redistribute
 from tokenspeed.kernels.capture import Replay, record
 
-#: index of the weight among a product's operands
-_MATRIX = {"linear": 1, "linear_silu_mul": 1, "linear_add": 2}
-
 __all__ = ["DTYPES", "Emitted", "Runtime", "emit"]
 
 
@@ -141,13 +138,9 @@ class _Emitter:
     def _call(self, f: Call, spec: Any) -> tuple[list[Any], Any, dict[str, Any]]:
         """Positional tensors, `out`, and attributes of one kernel call."""
         n = f.node
-        if n.op in _MATRIX:  # operands up to the weight; its further segments are the same tensor
-            at = _MATRIX[n.op]
-            args = [
-                x.flatten(1) if isinstance(x, Tensor) and x.dim() > 2 else x
-                for x in (self._operand(f, k) for k in range(at))
-            ]
-            args.append(spec.pack(self._operand(f, at)))
+        if n.op in ("linear", "linear_silu_mul"):  # the weight's further segments are the same tensor
+            x = self._tensor(f.inputs[0])
+            args = [x.flatten(1) if x.dim() > 2 else x, spec.pack(self._operand(f, 1))]
             if n.op == "linear":
                 args.append(self._operand(f, len(f.inputs) - 1) if n.attrs["bias"] else None)
             out = self._tensor(f"{f.outputs[0]}@whole" if n.op == "linear" else f.outputs[0])

@@ -19,7 +19,6 @@ class _Chain(Op):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.in_place_ok = name == "linear_add"  # a program reads the sum's first term where it writes the sum
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
@@ -102,6 +101,16 @@ def _append(uses: _Uses, i: int) -> Iterator[Found]:
     yield Node("rope_append", inputs, q.outputs, {}, append.origin), [of_q, of_k, i]
 
 
+def _norm(uses: _Uses, i: int) -> Iterator[Found]:
+    """A residual add right before the norm of its sum; both values stay."""
+    norm = uses.nodes[i]
+    add = uses.made_by(norm.inputs[0], "add")
+    if add is not None and add == i - 1:
+        total = uses.nodes[add]
+        inputs = (*total.inputs, norm.inputs[1])
+        yield Node("add_rms_norm", inputs, (*total.outputs, *norm.outputs), norm.attrs, norm.origin), [add, i]
+
+
 def _gated(uses: _Uses, i: int) -> Iterator[Found]:
     """The product with gate and up, and what becomes of them."""
     gate, up = uses.nodes[i].inputs
@@ -125,4 +134,4 @@ def _argmax(uses: _Uses, i: int) -> Iterator[Found]:
         yield node, [temper, noise, i]
 
 
-_PATTERNS = {"append": _append, "silu_mul": _gated, "argmax": _argmax}
+_PATTERNS = {"append": _append, "rms_norm": _norm, "silu_mul": _gated, "argmax": _argmax}

@@ -151,10 +151,6 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
             lambda t=t: gemm.linear_silu_mul(new(t, h), new(2 * model.ffn, h), out=new(t, model.ffn)),
         )
         yield (
-            f"linear_add, {t} rows",
-            lambda t=t: gemm.linear_add(new(t, h), new(t, model.ffn), new(h, model.ffn), out=new(t, h)),
-        )
-        yield (
             f"linear head, {t} rows",
             lambda t=t: gemm.linear(new(t, h), new(model.vocab, h), out=new(t, model.vocab, dtype=f32)),
         )

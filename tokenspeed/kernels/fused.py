@@ -35,18 +35,13 @@ def linear_silu_mul(x: Tensor, w: Tensor) -> Tensor:
     return REFERENCES["silu_mul"](gate, up)
 
 
-def linear_add(rest: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """rest [T, N] + linear of x [T, K] with w [N, K], the product rounded to x's dtype before the sum."""
-    return REFERENCES["add"](rest, REFERENCES["linear"](x, w, None, dtype=x.dtype))
-
-
 def gumbel_argmax(z: Tensor, params: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
     """temper, add_gumbel and argmax of logits z f32 [S, V] whose columns are the global ids offset.."""
     noisy = REFERENCES["add_gumbel"](REFERENCES["temper"](z, params), params, offset=offset)
     return REFERENCES["argmax"](noisy, offset=offset)
 
 
-_CHAINS = (rope_append, norm_rope_append, linear_silu_mul, linear_add, gumbel_argmax)
+_CHAINS = (rope_append, norm_rope_append, linear_silu_mul, gumbel_argmax)
 
 #: references of the fused ops that the op table does not hold itself
 FUSED: dict[str, Callable[..., Any]] = {fn.__name__: fn for fn in _CHAINS}

@@ -109,15 +109,11 @@ def register(registry: Registry) -> None:
         pack=dense, priority=Priority.PERFORMANT + 1, traits={"tokens": at_most(64)},
         summary="few rows: the weight streamed once, parts of K",
     )  # fmt: skip
-    for op, summary in (
-        ("linear_silu_mul", "few rows, the gated activation in the epilogue"),
-        ("linear_add", "few rows, the residual in the epilogue"),
-    ):
-        _add(
-            registry, f"triton.{op}", op, "triton", "gemm.triton", ("attention.softmax",),
-            (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
-            pack=dense, traits={"tokens": at_most(64)}, summary=summary,
-        )  # fmt: skip
+    _add(
+        registry, "triton.linear_silu_mul", "linear_silu_mul", "triton", "gemm.triton", ("attention.softmax",),
+        (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
+        pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
+    )  # fmt: skip
 
 
 def _add(

@@ -5,12 +5,14 @@ of its time goes into page-table walks, above all under virtualisation).
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes
+_EXTENSION = importlib.util.find_spec("tokenspeed._cpu") is not None  # which asks the system for them
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -21,7 +23,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Like `zeros`, not zeroed and not touched: pages are taken from the system as they are first written."""
     size = math.prod(shape) * dtype.itemsize
-    if size < HUGE_PAGE:
+    if size < HUGE_PAGE or not _EXTENSION:
         return torch.empty(shape, dtype=dtype)
     return _region(size)[:size].view(dtype).view(shape)
 

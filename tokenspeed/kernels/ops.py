@@ -36,7 +36,6 @@ OPS: dict[str, Op] = {
         Op("lookup", "embedding", "lookup", ("w", "out")),
         Op("linear", "gemm", "linear", ("x", "w", "out")),
         Op("linear_silu_mul", "gemm", "silu_mul", ("x", "w", "out")),
-        Op("linear_add", "gemm", "add", ("x", "w", "out")),
         Op("rms_norm", "norm", "rms", ("x", "w", "out")),
         Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
         Op("rope", "rope", "neox", ("x", "out")),

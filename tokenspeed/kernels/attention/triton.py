@@ -201,16 +201,16 @@ def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slot
     if tokens <= rows:
         keys = 16 if exact else (64 if wide <= 128 else 32)
         items = tokens * kv
-        parts = min(
-            limit, 64, max(1, 2 * slots // items)
-        )  # two blocks a multiprocessor; one without work costs its start
         full = 4 * items >= 3 * slots
         least = 2048 if full else keys  # a full device gains nothing from short parts
-        if exact:
-            return Tiling(max(16, pack), keys, parts, least, 4, 1)
-        if full and items < 2 * slots:
+        # One and a half blocks a multiprocessor, or two: with more the merge costs more than it gains, and one without
+        # work costs its start.
+        parts = min(limit, 64, max(1, (4 if full else 3) * slots // (2 * items)))
+        if exact or not full:
+            return Tiling(max(16, pack), keys, parts, least, 4, 1 if exact else 3)
+        if items < 2 * slots:
             return Tiling(max(16, pack), keys, parts, least, 4, 4)
-        return Tiling(max(16, pack), min(keys, 32), parts, max(least, 64), 2, 4)
+        return Tiling(max(16, pack), min(keys, 32), parts, least, 2, 4)
     tile = max(pack, 16 if exact else (128 if wide <= 128 else 64))
     tiles = -(-tokens * pack // tile)
     parts = min(limit, even_splits(tiles * kv, slots, 8))

@@ -5,9 +5,9 @@ them in order, so results of one shape are the same bits from run to run, and a 
 The weight's tile is the left operand of the matrix product, so 16 columns of its right one serve a single row. With
 dependent launch a program asks for its piece of the weight while the kernel before it still runs.
 
-What stands behind a product in a decoder is done in it: a residual add, or silu(gate) * up, where the weight is of two
-halves and a tile takes its columns from both in turn. Values are rounded where the separate kernels round them. (An RMS
-norm on the way in was tried and measured slower: the rows then pass through registers before the product.)
+linear_silu_mul is the product with a weight of two halves, gate and up, and silu(gate) * up of it: a tile takes its
+columns from both halves in turn and rounds where the separate kernels do. (An RMS norm on the way in, and a residual add
+behind, were tried and measured slower than their own kernels.)
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ class Tiling:
 
 @triton.jit
 def few_rows(
-    x, x_stride, w, w_stride, bias, rest, rest_stride, out, out_stride, partial, counter, tokens, columns, K, chunk,
+    x, x_stride, w, w_stride, bias, out, out_stride, partial, counter, tokens, columns, K, chunk,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    WHOLE: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part p of K is [p * chunk, (p + 1) * chunk). WHOLE: columns and K are multiples of the tile. GATED: w is gate and up,
-    `columns` rows each, taken in turn. ADD: `rest` is added. EARLY:
-    bytes of an element of w where its rows can be asked for ahead, else 0."""
+    `columns` rows each, taken in turn. EARLY: bytes of an element of w where its rows can be asked for ahead, else 0."""
     program = tl.program_id(0)
     tile = program // PARTS
     part = program % PARTS
@@ -103,12 +101,8 @@ def few_rows(
         target = out + token.to(tl.int64)[None, :] * out_stride + half[:, None]
         tl.store(target, (act * up).to(kind), mask=(half < columns)[:, None] & there[None, :])
     else:
-        result = acc.to(kind)
-        if ADD:
-            other = tl.load(rest + token.to(tl.int64)[None, :] * rest_stride + column[:, None], mask=inside, other=0.0)
-            result = (other.to(tl.float32) + result.to(tl.float32)).to(kind)
         target = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
-        tl.store(target, result, mask=inside)
+        tl.store(target, acc.to(kind), mask=inside)
 
 
 STREAM, DEVICE = 48.0, 4000.0  # KB/us that one block takes in, and all together (measured on an H200)
@@ -142,19 +136,13 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor, til
     _run("linear", x, w, out, tiling, bias=bias)
 
 
-def linear_add(rest: Tensor, x: Tensor, w: Tensor, *, out: Tensor, tiling: Tiling | None = None) -> None:
-    """rest + x @ w^T; rest, out f32|bf16 [T, N] of one dtype, the rest as for linear. `out` may be `rest`."""
-    _run("linear_add", x, w, out, tiling, rest=rest)
-
-
 def linear_silu_mul(x: Tensor, w: Tensor, *, out: Tensor, tiling: Tiling | None = None) -> None:
     """silu(x @ w[:F]^T) * (x @ w[F:]^T); x f32|bf16 [T, K], T <= 64, w f32|bf16 [2 F, K], out f32|bf16 [T, F]."""
     _run("linear_silu_mul", x, w, out, tiling, gated=True)
 
 
 def _run(
-    op: str, x: Tensor, w: Tensor, out: Tensor, tiling: Tiling | None, *, bias: Tensor | None = None,
-    rest: Tensor | None = None, gated: bool = False,
+    op: str, x: Tensor, w: Tensor, out: Tensor, tiling: Tiling | None, *, bias: Tensor | None = None, gated: bool = False,
 ) -> None:  # fmt: skip
     x = x.flatten(1) if x.dim() != 2 else x
     y = out if out.dim() == 2 else out.view(out.shape[0], -1)
@@ -168,8 +156,6 @@ def _run(
         raise fail(op, x=x, w=w, out=out)
     if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
         raise fail(op, bias=bias, w=w)
-    if rest is not None and (rest.shape != y.shape or rest.dtype != y.dtype or (n > 1 and rest.stride(1) != 1)):
-        raise fail(op, rest=rest, out=out)
     if t == 0 or n == 0:
         return
     exact = x.dtype != w.dtype or x.dtype == torch.float32 or x.device.type == "cpu"
@@ -192,8 +178,8 @@ def _run(
     )
     launch(
         few_rows, (tiles * parts,), x, x.stride(0), w, w.stride(0), w if bias is None else bias,
-        y if rest is None else rest, 0 if rest is None else rest.stride(0), y, y.stride(0), partial, counter, t, n, k, chunk,
+        y, y.stride(0), partial, counter, t, n, k, chunk,
         TOKENS=padded, COLUMNS=cut.columns, DEPTH=cut.depth, PARTS=parts, BIAS=bias is not None, WHOLE=whole,
-        EXACT=exact, GATED=gated, ADD=rest is not None, EARLY=size if aligned else 0,
+        EXACT=exact, GATED=gated, EARLY=size if aligned else 0,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
