@@ -82,7 +82,8 @@ def wrong_answer() -> None:
     p, q = (parse_program(compiled(mesh)[0].texts["gumbel", 8]) for mesh in ("tp=2", ""))
     weights = [random_weights(compiled(mesh)[0].weights) for mesh in ("tp=2", "")]
     weights[0]["norm"] = weights[0]["norm:0"] = torch.ones(32) * 3
-    certify._compare(p, q, 1, weights)
+    work = certify._work(p, 1)
+    certify._compare(p, *(certify._steps(x, w, work) for x, w in zip((p, q), weights)), work)
 
 
 EMBED = "%embed' = all_reduce %embed {axes=('tp',)}"

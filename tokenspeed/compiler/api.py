@@ -42,6 +42,7 @@ class Compiled:
     files: dict[str, str]
     manifest: dict[str, Any]
     seconds: float
+    certified: float = 0.0  # seconds of them that the certificate took
 
     def write(self, out: str | Path) -> Path:
         """Writes the artifact, manifest.json last; files of an older one that this one lacks are removed."""
@@ -153,9 +154,11 @@ def compile_model(
     files["kernels.json"] = dump(kernels)
     files["explain.json"] = dump({"programs": result.explain, "cost_us": result.costs_us})
     files["explain.txt"] = "\n".join(explain_text(e) for e in result.explain.values()) + "\n"
+    before = time.perf_counter()
     if certificate:
         texts = {name: digest(text) for name, text in files.items() if name.startswith("programs/")}
         files["certificate.json"] = dump(certify(request, result.bodies) | {"programs": programs_key(texts)})
+    certified = time.perf_counter() - before
     plan = result.layout.plan
     manifest = {
         "schema": SCHEMA, "compiler": __version__, "model": f"{model.__module__.rpartition('.')[2]}:{model.__name__}",
@@ -169,7 +172,7 @@ def compile_model(
     manifest["semantic_key"] = semantic_key(manifest)
     files["manifest.json"] = dump(manifest)
     files["checkpoint.json"] = dump(dict(checkpoint or {}))
-    return Compiled(result, files, manifest, time.perf_counter() - started)
+    return Compiled(result, files, manifest, time.perf_counter() - started, certified)
 
 
 def _ports(result: Result) -> dict[str, Any]:

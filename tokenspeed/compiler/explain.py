@@ -63,7 +63,7 @@ class Explainer:
         for t in p.types.values():
             for a in p.plan.fold(t.pending):
                 self.pending[a] = self.pending.get(a, 0) + 1
-        self.agreement = list(agreement(whole))
+        self.agreement = list(agreement(p))
 
     def _row(self, p: Program, n: Node, types: dict[str, Type], where: str, rule: tuple[str, str]) -> None:
         if not isinstance(OPS.get(n.op), Redistribute):

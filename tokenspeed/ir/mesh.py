@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from tokenspeed.ir.errors import PlanError
 
@@ -33,7 +34,7 @@ class Mesh:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple((a, n) for a, n in self.axes if n != 1))
 
-    @property
+    @cached_property
     def names(self) -> Axes:
         return tuple(a for a, _ in self.axes)
 
@@ -43,8 +44,12 @@ class Mesh:
 
     def size(self, axes: Iterable[str] | str) -> int:
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        sizes = dict(self.axes)
-        return math.prod(sizes[a] for a in wanted)
+        sizes = self.sizes
+        return math.prod([sizes[a] for a in wanted])
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     def ordered(self, axes: Iterable[str]) -> Axes:
         """The same axes in mesh order: the canonical form of a SET of axes."""

@@ -138,11 +138,9 @@ def build(
     priced = worthwhile(p.nodes, p.results)
     if priced:
         p = simplify(p, problem.repairs)
+    p = fuse(p, fused)
     verify(p)
-    q = fuse(p, fused)
-    if q is not p:
-        verify(q)
-    return q, priced
+    return p, priced
 
 
 def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepared:
@@ -184,15 +182,15 @@ def run_passes(r: Request) -> Result:
         bodies: dict[int, Body] = {}
         for t, rows in r.buckets:
             problem = ready.bucket({"t": t, "s": rows})
+            if t == r.buckets[0][0]:
+                takes = ((v.name, i) for v in problem.values.values() for i, _ in v.consumers)
+                edges |= dict.fromkeys(Edge(name, flat.consumer_name(i)) for name, i in takes)
             made = _Made(problem, r, cache, known, arenas)
             solution = made.within(result.weight_bytes)
             p, body, explainer = made.program(solution)
             bodies.setdefault(id(explainer), Body(problem, solution.rows)).buckets.append(t)
             result.texts[variant, t] = print_header(p) + "\n" + body
             result.programs[variant, t] = p
-            edges |= dict.fromkeys(
-                Edge(v.name, flat.consumer_name(i)) for v in problem.values.values() for i, _ in v.consumers
-            )
             explained = explainer.at(p, r.costs, Decisions(flat, solution, r.tactics))
             result.arena_bytes[f"{variant}.t{t}"] = explained["arena_bytes"] = arenas.nbytes(p)
             result.explain[f"{variant}.t{t}"] = explained

@@ -48,7 +48,8 @@ def worthwhile(nodes: Iterable[Node], results: Iterable[str]) -> bool:
             seen.add(key)
             made[n.outputs[0]] = n
         elif n.op != "call" and any(
-            i in made and made[i].op == "all_gather" and made[i].attrs["dim"] in ROW_DIMS for i in n.inputs
+            readers[i] == 1 and i in made and made[i].op == "all_gather" and made[i].attrs["dim"] in ROW_DIMS
+            for i in n.inputs
         ):
             return True
     return False
