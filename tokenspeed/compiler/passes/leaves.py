@@ -18,7 +18,7 @@ from tokenspeed.ir.graph import Leaf, Node, Param, absolute, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
-from tokenspeed.ir.types import Dim, Type, bind_spec
+from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
 from tokenspeed.models.nn.params import STREAM, Linear, PagedAttention, RMSNorm, Rope, SamplingState, Weight
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
@@ -208,8 +208,10 @@ def _fixes(leaf: LeafDef, args: list[Type]) -> tuple[str, ...]:
     pending = next((t for t in args if t.pending), None)
     if pending is not None:
         whole = _as_spec(Type(pending.dtype, pending.dims), leaf)
-        return (f"reduce the pending operand first: place(x, \"{whole}\") (one all-reduce over {','.join(pending.pending)})",
-                "return the pending value and do this in the calling composite, where the compiler repairs it")  # fmt: skip
+        over, row = ",".join(pending.pending), " x ".join(d.name for d in pending.dims if d.name not in ROW_DIMS)
+        price = f"one all-reduce over {over}, 2(n-1)/n x {row} x {DTYPE_BYTES[pending.dtype]} B a row and rank"
+        return (f"reduce the pending operand first: place(x, \"{whole}\") ({price})",
+                "return the pending value and do this in the calling composite, where the compiler repairs it (0 bytes here)")  # fmt: skip
     return ("place both operands alike in the signature, or with place(x, spec)",)
 
 
