@@ -30,14 +30,13 @@ UNITS = {
     "l": 2,
     "r": 4,
     "pos_table": 8,
-    "e": 1,
 }
 PAGE = 2
 
 
 @dataclass(frozen=True)
 class Operand:
-    """`index`: the dim its values are row numbers of. `fixed`: dims of it that stay whole (their extent is not a multiple)."""
+    """One operand; `index`: the dim its values are row numbers of."""
 
     dtype: str
     dims: tuple[str, ...]
