@@ -54,7 +54,7 @@ class Mesh:
     def ordered(self, axes: Iterable[str]) -> Axes:
         """The same axes in mesh order: the canonical form of a SET of axes."""
         wanted = set(axes)
-        return tuple(a for a in self.names if a in wanted)
+        return tuple([a for a in self.names if a in wanted]) if wanted else ()
 
     def coords(self, rank: int) -> dict[str, int]:
         out: dict[str, int] = {}
