@@ -62,7 +62,7 @@ class _Host:
 
 
 class _Interpreted(CudaExecutor):
-    make_gpu = _Host
+    gpu_type = _Host
 
 
 def _executor(kind: type[Executor], device: str, folder: Path, dtype: str) -> Executor:

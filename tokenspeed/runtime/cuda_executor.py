@@ -66,12 +66,12 @@ class CudaExecutor(Executor):
     """See the module. One GPU: the current one."""
 
     asynchronous = True
-    make_gpu: Callable[[], Any] = Gpu
+    gpu_type: type[Any] = Gpu
 
     def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
         if artifact.plan.mesh.ranks > 1:
             raise ValueError("collectives on GPUs are not bound yet: compile for one rank, or with --device cpu")
-        self.gpu = type(self).make_gpu()
+        self.gpu = self.gpu_type()
         self.device = self.gpu.device
         if isinstance(checkpoint, DummyCheckpoint):
             checkpoint.device = self.device.type
