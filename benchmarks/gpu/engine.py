@@ -68,7 +68,7 @@ class Bench:
         self.folder = Path(tempfile.mkdtemp(prefix="tokenspeed-bench-"))
         (self.folder / "config.json").write_text(json.dumps(self.config))
         self.weights, self.kv = step_bytes(self.config)
-        self.out: dict[str, Any] = {"engine": "tokenspeed", "model": args.model, "versions": versions()}
+        self.out: dict[str, Any] = {"engine": "tokenspeed", "model": args.model, "versions": versions(args.commit)}
 
     def say(self, text: str) -> None:
         print(f"[{self.args.model} {time.time() - self.began:6.1f}s] {text}", flush=True)
@@ -366,13 +366,15 @@ def copy_rate() -> float:
     return round(best, 1)
 
 
-def versions() -> dict[str, str]:
+def versions(commit: str) -> dict[str, str]:
     import torch
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if not commit:
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"commit": commit.stdout.strip(), "torch": torch.__version__, "triton": triton.__version__, "gpu": gpu}
+    return {"commit": commit, "torch": torch.__version__, "triton": triton.__version__, "gpu": gpu}
 
 
 def main() -> None:
@@ -386,6 +388,7 @@ def main() -> None:
     parser.add_argument("--core", choices=("process", "inproc"), default="process", help="where the engine core runs")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the scenarios without a GPU")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="", help="what is measured, where git is not at hand; none: HEAD")
     parser.add_argument("--profile", action="store_true", help="with `steps`: the time of each kernel")
     args = parser.parse_args()
     bench = Bench(args)
