@@ -195,8 +195,7 @@ class Ranks:
                 p.join(5)
             conn.close()
         self.workers = []
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        _leave_group()
         if self.memory is not None:
             self.memory.close()
             self.memory.unlink()
@@ -220,6 +219,7 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
             _serve(executor, conn, memory, slot_bytes, leads and executor.home != 0)
         finally:
             memory.close()
+            _leave_group()
     except (EOFError, KeyboardInterrupt):
         return
     except BaseException as e:
@@ -245,6 +245,12 @@ def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_byte
         result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops))
         if reports:
             conn.send(("result", result))
+
+
+def _leave_group() -> None:
+    """Ends the rendezvous' threads; left to the interpreter's end, they can take the process down with them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _slot(memory: SharedMemory, start: int, nbytes: int) -> memoryview:
