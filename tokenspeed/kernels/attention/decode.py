@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.attention.softmax import span
+from tokenspeed.kernels.attention.softmax import part_of, span
 from tokenspeed.kernels.dependent import await_inputs, prefetch
 
 
@@ -43,15 +43,10 @@ def decode_part(
         if part == 0:
             tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
         return
-    # Parts are whole steps, so that only the last one may end within a step.
-    used = tl.minimum(tl.cdiv(length, LEAST), PARTS)
-    chunk = tl.cdiv(tl.cdiv(length, used), KEYS) * KEYS
-    used = tl.cdiv(length, chunk)
+    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)
     if part >= used:
         await_inputs(PDL)
         return
-    start = part * chunk
-    end = tl.minimum(start + chunk, length)
     keys = kcache + head.to(tl.int64) * c_head
     values = vcache + head.to(tl.int64) * c_head
     pages = table + request.to(tl.int64) * table_stride

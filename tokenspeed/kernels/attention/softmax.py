@@ -1,4 +1,4 @@
-"""Attention's inner loop on GPU: the online softmax over a range of cached positions, shared by decode and prefill."""
+"""What decode and prefill attention on GPU share: how a context is cut into parts, and the online softmax over one."""
 
 from __future__ import annotations
 
@@ -57,3 +57,12 @@ def span(
         acc = acc * shrink[:, None] + product(weights.to(q.dtype), v.to(q.dtype), EXACT)
         most = peak
     return acc, total, most
+
+
+@triton.jit
+def part_of(length, part, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """(start, end, parts used) of a part of `length` positions: at most PARTS of at least LEAST positions, each whole steps
+    of KEYS, so that only the last one may end within a step. A part past the used ones starts at or behind its end."""
+    chunk = tl.cdiv(tl.cdiv(length, tl.minimum(tl.cdiv(length, LEAST), PARTS)), KEYS) * KEYS
+    start = part * chunk
+    return start, tl.minimum(start + chunk, length), tl.cdiv(length, chunk)

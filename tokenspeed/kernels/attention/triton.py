@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.decode import decode_part
-from tokenspeed.kernels.attention.softmax import span
+from tokenspeed.kernels.attention.softmax import part_of, span
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
 
@@ -135,14 +135,9 @@ def attend_tile(
         if part == 0:
             tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
         return
-    # Parts are whole steps, so that only the last one may end within a step.
-    used = tl.minimum(tl.cdiv(length, LEAST), PARTS)
-    chunk = tl.cdiv(tl.cdiv(length, used), KEYS) * KEYS
-    used = tl.cdiv(length, chunk)
+    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)
     if part >= used:
         return
-    start = part * chunk
-    end = tl.minimum(start + chunk, length)
     # Steps up to `whole` are visible to every token of the tile.
     nearest = tl.min(tl.where(mine, place, 2147483647), axis=0) + 1
     whole = start + tl.maximum(tl.minimum(end, nearest) - start, 0) // KEYS * KEYS
