@@ -3,8 +3,9 @@
     python -m tokenspeed.compiler.rulecheck_kernels [--json]
 
 A kernel of an op (add_rms_norm and silu_mul among them) must make, on each rank, locals whose meaning is what one rank
-computes, in float32 and within rounding. Kernels of chains that the table does not hold are judged as the chain: the rows
-of its ops composed. Tried are the kernels that run on this machine's CPU and take float32.
+computes, in float32 and within rounding. A kernel of a chain that the op table does not hold must make what the chain's
+references make, one after the other, on every block that a rank may hold of its operands: then the composed rows of the
+chain's ops are its rows. Tried are the kernels that run on this machine's CPU and take float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from tokenspeed.ir.mesh import Mesh
 from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 from tokenspeed.ir.rulecheck import Bench, check_products, combinations, declared, homes, reference, row_holds
 from tokenspeed.ir.rulecheck import Report as Rules
 from tokenspeed.ir.rulecheck_forms import FORMS, Form
+from tokenspeed.kernels.fused import FUSED
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.kernels.spec import KernelSpec
 
@@ -90,12 +93,12 @@ def _poison(x: Tensor) -> float | int:
     return float("nan") if x.is_floating_point() else -7
 
 
-def candidates(form: Form) -> list[KernelSpec]:
-    """The kernels of a form's op that run here on float32."""
+def candidates(op: str) -> list[KernelSpec]:
+    """The kernels of an op that run here on float32."""
     taken = ("x", "w", "cache", "out")
     return [
         k
-        for k in default_registry().of(form.op)
+        for k in default_registry().of(op)
         if k.capability.device == "cpu"
         and any(all("float32" in formats for role, formats in s.items() if role in taken) for s in k.signatures)
     ]
@@ -109,7 +112,7 @@ def check(forms: Sequence[Form] = FORMS, kernels: Mapping[str, Sequence[KernelSp
     for form in forms:
         if form.op not in known or form.op in ("cross", "reduce", "topk"):
             continue  # an alias, and ops without a kernel
-        for spec in candidates(form) if kernels is None else kernels.get(form.op, ()):
+        for spec in candidates(form.op) if kernels is None else kernels.get(form.op, ()):
             report.kernels.add(spec.name)
             run = KernelRun(spec)
             for home, n in itertools.product(homes(form), (2, 3)):
@@ -125,8 +128,48 @@ def check(forms: Sequence[Form] = FORMS, kernels: Mapping[str, Sequence[KernelSp
             check_products(form, (2, 2), homes(form)[0], rules, run, torch.float32, TOLERANCE)
             report.rules += rules.rules
             report.unsound += [f"{spec.name}, {row}" for row in rules.unsound]
+    for op in FUSED:
+        for spec in candidates(op) if kernels is None else kernels.get(op, ()):
+            if spec.solution != "reference":
+                check_chain(spec, report)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def check_chain(spec: KernelSpec, report: Report) -> None:
+    """A kernel of a chain beside the chain, on the blocks of 1, 2 and 3 ranks. LookupError where the chain has no operands
+    here yet, so that none goes unchecked."""
+    if spec.op not in CHAINS:
+        raise LookupError(f"kernel '{spec.name}': give the chain '{spec.op}' operands in CHAINS")
+    report.kernels.add(spec.name)
+    for n in (1, 2, 3):
+        for args, attrs in CHAINS[spec.op](n):
+            report.rules += 1
+            want = FUSED[spec.op](*args, **attrs)
+            whole = want if isinstance(want, tuple) else (want,)
+            out = tuple(torch.full_like(x.contiguous(), _poison(x)) for x in whole)
+            spec.fn(*args, out=out if isinstance(want, tuple) else out[0], **attrs)
+            for got, right in zip(out, whole, strict=True):
+                near = torch.allclose(got, right, rtol=TOLERANCE, atol=TOLERANCE)
+                if not (near if right.is_floating_point() else torch.equal(got, right)):
+                    report.unsound.append(f"{spec.name}: not the chain on a block of {n} ranks {attrs}")
+
+
+def _gumbel_blocks(n: int) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Any]]]:
+    """Blocks of a vocabulary of 12 n ids over n ranks, of rows that sample and rows that are greedy."""
+    g = torch.Generator().manual_seed(n)
+    z = torch.randn(5, 12 * n, generator=g)
+    params = torch.randint(0, 1000, (5, PARAM_WORDS), generator=g, dtype=torch.int32)
+    params[:, Word.FLAGS] = torch.tensor([int(Flag.VALID)] * 4 + [int(Flag.VALID | Flag.GREEDY)], dtype=torch.int32)
+    params[:, Word.TEMPERATURE] = torch.full((5,), 0.7).view(torch.int32)
+    for rank in range(n):
+        yield (z[:, 12 * rank : 12 * (rank + 1)].contiguous(), params), {"offset": 12 * rank}
+
+
+#: blocks of a chain's operands, and its attributes, on each of n ranks
+CHAINS: dict[str, Callable[[int], Iterator[tuple[tuple[Tensor, ...], dict[str, Any]]]]] = {
+    "gumbel_argmax": _gumbel_blocks
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
