@@ -43,7 +43,7 @@ def decode_part(
         if part == 0:
             tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
         return
-    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)
+    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)  # pyright: ignore[reportGeneralTypeIssues]
     if part >= used:
         await_inputs(PDL)
         return
