@@ -20,9 +20,11 @@ PROMPTS = [
 
 def tiny_config(kind: str, **over: Any) -> Any:
     """A transformers configuration: 8 query heads on 2 KV heads, a vocabulary of 1,003."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    cls = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
+    cls = {
+        "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
+    }[kind]  # fmt: skip
     common: dict[str, Any] = {
         "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
         "vocab_size": 1003, "num_hidden_layers": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
@@ -30,6 +32,8 @@ def tiny_config(kind: str, **over: Any) -> Any:
     }  # fmt: skip
     if kind == "mistral":
         common["sliding_window"] = None
+    if kind == "qwen3_moe":
+        common |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
     return cls(**common | over)
 
 

@@ -67,6 +67,8 @@ LLAMA3 = {
         ("mistral", {}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
     ],
 )
 def test_tiny_models_equal_transformers(tmp_path: Path, kind: str, over: dict) -> None:

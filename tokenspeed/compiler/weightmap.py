@@ -17,16 +17,20 @@ from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.text import parse_type
 from tokenspeed.ir.types import DTYPE_BYTES, Type
 
+#: stands in a name for the index of the leading dim, where each index has a tensor of its own (an expert)
+EACH = "{e}"
+
 Run = tuple[int, int, int]  # start in the checkpoint, start in the padded extent, length
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One checkpoint tensor: `sources` are alternatives in order of preference."""
+    """One checkpoint tensor, or one an index of the leading dim: `sources` are alternatives in order of preference."""
 
     sources: tuple[str, ...]
     type: Type
-    rows: int  # leading dims that the output rows of a matrix are made of; the rest are its columns
+    rows: int  # dims before the columns of a matrix: those its output rows are made of, behind the stacked one
+    stacked: bool = False  # the leading dim counts tensors, named with {e}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class WeightMap:
         if e.kind == "rope":
             attrs = e.attrs or {}
             return 4 * int(attrs["positions"]) * int(attrs["dim"])
-        return sum(math.prod(self.matrix_pieces(s, rank)[2]) * DTYPE_BYTES.get(s.type.dtype, 0) for s in e.segments)
+        parts = [part for s in e.segments for part in self.tensors(s, rank)]
+        return sum(math.prod(self.matrix_pieces(s, rank)[2]) * DTYPE_BYTES.get(s.type.dtype, 0) for s in parts)
 
     @property
     def quantised(self) -> list[str]:
@@ -90,6 +95,17 @@ class WeightMap:
         cols = self._flat(seg.type, seg.rows, len(local), rank)
         return rows, cols, (math.prod(local[: seg.rows]), math.prod(local[seg.rows :]))
 
+    def tensors(self, seg: Segment, rank: int) -> list[Segment]:
+        """The segment, a checkpoint tensor each: itself, or of a stacked one those whose index this rank holds."""
+        if not seg.stacked:
+            return [seg]
+        inner = Type(seg.type.dtype, seg.type.dims[1:], seg.type.pending)
+        return [
+            Segment(tuple(s.replace(EACH, str(i)) for s in seg.sources), inner, seg.rows - 1)
+            for start, _, n in self.pieces(seg.type, 0, rank)
+            for i in range(start, start + n)
+        ]
+
     def _flat(self, t: Type, start: int, stop: int, rank: int) -> list[Run]:
         """Runs of dims start..stop flattened; only the first of them may be split or padded."""
         if start == stop:
@@ -103,7 +119,7 @@ class WeightMap:
         return [(s * inner, d * inner, n * inner) for s, d, n in self.pieces(t, start, rank)]
 
     def shape(self, seg: Segment) -> tuple[int, int]:
-        """Shape of the checkpoint tensor as a matrix (1 column for a vector)."""
+        """Shape of the checkpoint tensor as a matrix (1 column for a vector); stacked ones lie one under the other."""
         dims = [self.logical[d.name] for d in seg.type.dims]
         return math.prod(dims[: seg.rows]), math.prod(dims[seg.rows :])
 
@@ -114,20 +130,21 @@ class WeightMap:
 
 def verify_weights(m: WeightMap) -> None:
     """V14: every entry of every checkpoint tensor is held by as many ranks as the type says, none by fewer or more."""
-    seen: set[tuple[Type, int]] = set()
+    seen: set[tuple[Type, int, bool]] = set()
     for e in m.entries:
         for seg in e.segments:
-            if (seg.type, seg.rows) in seen:
+            if (seg.type, seg.rows, seg.stacked) in seen:
                 continue
-            seen.add((seg.type, seg.rows))
+            seen.add((seg.type, seg.rows, seg.stacked))
             axes = seg.type.axes()
             copies = m.plan.mesh.ranks // m.plan.mesh.size(axes)
             want = math.prod(m.shape(seg)) * copies
             have = 0
             for r in range(m.plan.mesh.ranks):
                 if m.keeps(seg.type, r):
-                    rows, cols, _ = m.matrix_pieces(seg, r)
-                    have += sum(n for _, _, n in rows) * sum(n for _, _, n in cols)
+                    for part in m.tensors(seg, r):
+                        rows, cols, _ = m.matrix_pieces(part, r)
+                        have += sum(n for _, _, n in rows) * sum(n for _, _, n in cols)
             if have != want:
                 raise VerifyError(
                     "V14", f"@{e.name} : {seg.type}: ranks hold {have} entries, {want} are due ({copies} copies)"
@@ -146,7 +163,9 @@ def to_json(m: WeightMap) -> dict[str, Any]:
             | (
                 {
                     "segments": [
-                        {"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows} for s in e.segments
+                        {"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows}
+                        | ({"stacked": True} if s.stacked else {})
+                        for s in e.segments
                     ]
                 }
                 if e.segments
@@ -161,7 +180,10 @@ def from_json(raw: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int], logi
     entries = tuple(
         Entry(
             e["name"], e["kind"],
-            tuple(Segment(tuple(s["sources"]), parse_type(s["type"], plan), s["rows"]) for s in e.get("segments", ())),
+            tuple(
+                Segment(tuple(s["sources"]), parse_type(s["type"], plan), s["rows"], s.get("stacked", False))
+                for s in e.get("segments", ())
+            ),
             e.get("attrs"),
         )
         for e in raw["entries"]

@@ -52,7 +52,7 @@ def leaf_taints(leaf: Leaf, padded: set[str], upto: str) -> Taint:
 
 def demand(op: str, attrs: Mapping[str, object]) -> float | None:
     """What an op needs the padding of its first operand's last dim to hold exactly; None where it needs nothing."""
-    if op in ("argmax", "topk"):
+    if op in ("argmax", "topk", "route"):
         return -math.inf
     if op == "reduce":
         return {"sum": 0.0, "max": -math.inf, "min": math.inf}[str(attrs["kind"])]
@@ -108,6 +108,10 @@ def _node(
         for d in n.attrs["in_dims"]:
             need(0, d, (ZERO, FINITE), "zero rows of the weight times infinity are NaN")
         return [{d: ins[1 + i].get(d, x.get(d, UNDEF)) for d in o} for i, o in enumerate(outs)]
+    if op == "experts":  # zero rows of gate and up meet zero columns of down
+        for d in x:
+            need(0, d, (ZERO, FINITE), "zero columns of the weights times infinity are NaN")
+        return [{d: ins[5].get(d, UNDEF) for d in outs[0]}]
     if op == "lookup":
         return [{d: ins[1].get(d, UNDEF) for d in outs[0]}]
     if op == "rms_norm":

@@ -22,6 +22,7 @@ UNITS = {
     "s": 3,
     "h": 2,
     "f": 1,
+    "e": 2,
     "v": 2,
     "n": 2,
     "kv": 1,
@@ -105,6 +106,13 @@ def _rope(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Ten
         _holes(pos, blocks),
         _real([sizes["pos_table"], sizes["rope_dim"]], g),
     ]
+
+
+def _experts(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    t, e, f, h, k = (sizes[d] for d in ("t", "e", "f", "h", "k"))
+    ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(t)]).int()
+    weights = [_real(shape, g) for shape in ([e, f, h], [e, f, h], [e, h, f])]
+    return [_holes(_real([t, h], g), blocks), _holes(ids, blocks), _holes(_real([t, k], g), blocks), *weights]
 
 
 def _append(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
@@ -208,6 +216,10 @@ FORMS: tuple[Form, ...] = (
     _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
     *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
     Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
+    *(Form(f"route{'' if normal else ', raw shares'}", "route", (_f("t", "e"),), _plain(_f("t", "e")),
+           {"k": 2, "dim": "k", "normalise": normal}, (("t", "k"), ("t", "k")), single={"k": 2}) for normal in (True, False)),
+    Form("experts", "experts", (X, Operand("i32", ("t", "k")), _f("t", "k"), _f("e", "f", "h"), _f("e", "f", "h"),
+         _f("e", "h", "f")), _experts, {}, (("t", "h"),), single={"k": 2}),
     Form("append", "append", (_f("t", "kv", "d"), _f("t", "kv", "d"), Operand("i32", ("t",), "slots"), _CACHE, _CACHE), _append,
          stored=(3, 4)),
     *(Form(f"attend{', one KV head a block' if one else ''}", "attend",

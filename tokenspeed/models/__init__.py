@@ -13,6 +13,7 @@ ARCHITECTURES: dict[str, str] = {
     "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
     "Qwen2ForCausalLM": "tokenspeed.models.qwen2:CausalLM",
     "Qwen3ForCausalLM": "tokenspeed.models.qwen3:CausalLM",
+    "Qwen3MoeForCausalLM": "tokenspeed.models.qwen3_moe:CausalLM",
 }
 
 

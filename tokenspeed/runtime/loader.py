@@ -1,7 +1,8 @@
 """Weights of one rank: reads the slices that the weight map gives it, puts them into padded local matrices.
 
-Invariant: a parameter is one matrix [rows of all segments, columns] in the storage format the artifact names, or a vector;
-parameters made of the same slices share one object. Nothing is left uninitialised: what no slice covers is zero.
+Invariant: a parameter is one matrix [rows of all segments, columns] in the storage format the artifact names, a stack of
+them [experts, rows of all segments, columns], or a vector; parameters made of the same slices share one object. Nothing is
+left uninitialised: what no slice covers is zero.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device
     first = parts[0]
     if isinstance(first, QuantWeight):
         return first if len(parts) == 1 else QuantWeight.cat([p for p in parts if isinstance(p, QuantWeight)])
-    whole = first if len(parts) == 1 else torch.cat([p for p in parts if isinstance(p, Tensor)])
+    whole = first if len(parts) == 1 else torch.cat([p for p in parts if isinstance(p, Tensor)], -2)
     is_vector = all(len(s.type.dims) == s.rows for s in e.segments)
     return whole.flatten() if is_vector else whole
 
 
 def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device) -> Stored:
+    if s.stacked:
+        return torch.stack([_dense(_segment(m, e, part, checkpoint, rank, device)) for part in m.tensors(s, rank)])
     source = next((n for n in s.sources if checkpoint.stored(n) is not None), None)
     if source is None:
         raise CheckpointError(
@@ -70,10 +73,14 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
     out = torch.zeros(local, dtype=_DTYPES[fmt], device=device)
     for src, dst, n in rows:
         part = checkpoint.matrix(source, (src, src + n), m.shape(s))
-        dense = part.dequantize(torch.float32) if isinstance(part, QuantWeight) else part
+        dense = _dense(part)
         for c_src, c_dst, width in cols:
             out[dst : dst + n, c_dst : c_dst + width] = dense[:, c_src : c_src + width].to(out.dtype)
     return out
+
+
+def _dense(part: Stored) -> Tensor:
+    return part.dequantize(torch.float32) if isinstance(part, QuantWeight) else part
 
 
 def _quantised(

@@ -33,6 +33,12 @@ SEED = 20
 BOUND = 1e-9  # of a value, relative to the largest of its kind; float64 sums in another order stay far below
 FLOOR = 1e-12  # errors below are reported as this, so that a certificate does not depend on the machine
 
+#: widths, and what is kept of each a rank
+_WIDTHS = (
+    ("hidden_size", 8), ("intermediate_size", 8), ("vocab_size", 16),
+    ("moe_intermediate_size", 4), ("num_experts", 2), ("num_local_experts", 2),
+)  # fmt: skip
+
 #: configuration fields that are cut to these, where they are larger; `ranks` keeps what divides dividing
 _DEPTH, _WIDTH, _POSITIONS = "num_hidden_layers", "head_dim", "max_position_embeddings"
 
@@ -63,7 +69,7 @@ def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
         return min(n, ranks * max(units, 32 // ranks) + n % ranks)
 
     out: dict[str, int] = {}
-    for name, units in (("hidden_size", 8), ("intermediate_size", 8), ("vocab_size", 16)):
+    for name, units in _WIDTHS:
         if isinstance(config.get(name), int):
             out[name] = width(name, units)
     for name, most in ((_DEPTH, 2), (_POSITIONS, 64)):

@@ -14,7 +14,7 @@ from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
 from tokenspeed.ir.spec import Factor, SpecDim
-from tokenspeed.models.nn.params import Linear, PagedAttention, Weight
+from tokenspeed.models.nn.params import Matrices, PagedAttention, Weight
 
 #: dims whose extents the runtime fixes: token and request rows, KV slots, table width, packed words, request slots
 RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "p", "r", "top", "pos_table", "rope_dim"})
@@ -110,7 +110,7 @@ def _check_names(flat: Flat, plan: Plan) -> None:
 
 
 def _dims(decl: Any) -> list[SpecDim]:
-    if isinstance(decl, Linear):
+    if isinstance(decl, Matrices):
         return [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
     if isinstance(decl, PagedAttention):
         return [decl.n, decl.kv, decl.d]
@@ -184,7 +184,8 @@ def _divide(layout: Layout, path: str, decl: Any, f: Factor) -> None:
     extent = layout.sizes[f.name]
     if extent % ranks == 0:
         return
-    if isinstance(decl, Linear) and f.name not in layout.groups:
+    expert = decl.segments[0].out[0].name if isinstance(decl, Matrices) and decl.stacked else ""
+    if isinstance(decl, Matrices) and f.name not in (expert, *layout.groups):
         layout.sizes[f.name] = math.ceil(extent / ranks) * ranks  # zero rows and columns: exact
         return
     fits = [r for r in range(1, ranks + 1) if extent % r == 0]

@@ -19,7 +19,7 @@ from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
-from tokenspeed.models.nn.params import STREAM, Linear, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
 
@@ -47,7 +47,7 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
     def dims(ds: Iterable[SpecDim]) -> tuple[Dim, ...]:
         return tuple(Dim(f.name, b.axes(f)) for d in ds for f in d.factors)
 
-    if isinstance(decl, Linear):
+    if isinstance(decl, Matrices):
         out = {name: Param(name, "weight", tuple(Type(stored, dims((*s.out, *s.inp))) for s in decl.segments))}
         if decl.bias:
             out[f"{name}.bias"] = Param(f"{name}.bias", "weight", tuple(b.spec(s, b.dtype) for s in decl.bias))
@@ -257,7 +257,7 @@ def _param_dims(leaf: LeafDef) -> list[SpecDim]:
     """The dims of a leaf's weights and of its KV cache."""
     dims: list[SpecDim] = []
     for decl in leaf.decls.values():
-        if isinstance(decl, Linear):
+        if isinstance(decl, Matrices):
             dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
         elif isinstance(decl, PagedAttention):
             dims += [decl.n, decl.kv]
@@ -320,7 +320,7 @@ def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
         uses += [(str(p), tuple(q for a in p.axes for q in layout.plan.axes(a))) for p in s.pending if not p.maybe]
         groups.append((str(s), uses))
     for name, decl in leaf.decls.items():
-        if isinstance(decl, Linear):
+        if isinstance(decl, Matrices):
             where = f'{name} "{decl.text}"'
             for seg in decl.segments:
                 sharded = [f for d in (*seg.out, *seg.inp) for f in d.factors if f.axes]

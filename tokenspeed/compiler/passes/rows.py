@@ -142,7 +142,8 @@ class Choices:
                 outs = [body.types[o] for o in node.outputs]
                 for t in (*args, *outs):
                     row_axes.update({d.name: d.axes for d in t.dims if d.name in ROW_DIMS})
-                m, f = OPS[node.op].row_cost([self._local(t) for t in args], [self._local(t) for t in outs])
+                weights = [param_type(body.params, i) for i in node.inputs if i.startswith("@")]
+                m, f = OPS[node.op].row_cost(*([self._local(t) for t in ts] for ts in (args, outs, weights)))
                 moved, madds = moved + m, madds + f
                 inner = {v: body.types[v] for v in (*node.values, *node.outputs) if v not in outside}
                 held = max(held, float(sum(math.prod(self._local(t)) * DTYPE_BYTES[t.dtype] for t in inner.values())))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
-from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
+from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.models.nn.params import Linear, PagedAttention, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import Matrices, PagedAttention, Rope, SamplingState, Weight
 
 #: entries of one block of a quantised format along a row
 BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
@@ -23,18 +23,19 @@ BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 25
 
 @dataclass
 class Names:
-    """Checkpoint names of a model's parameters, from its family's table ({i}: a list position)."""
+    """Checkpoint names of a model's parameters, from its family's table ({i}: a list position, {e}: an expert)."""
 
     table: Mapping[str, str]
     memo: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
-    def sources(self, path: str, segments: int, suffix: str) -> list[tuple[str, ...]]:
-        """One tuple of alternatives a segment; a module without an entry is named by its own path."""
+    def sources(self, path: str, segments: int, suffix: str, each: str = "") -> list[tuple[str, ...]]:
+        """One tuple of alternatives a segment; a module without an entry is named by its own path, then `each`."""
         index = re.findall(r"\.(\d+)(?=\.|$)", path)
         pattern = re.sub(r"\.\d+(?=\.|$)", ".{i}", path)
         text = self.table.get(path) or self.table.get(pattern)
         if text is None:
-            return [(f"{path}.{k}{suffix}" if segments > 1 else f"{path}{suffix}",) for k in range(segments)]
+            own = path + each
+            return [(f"{own}.{k}{suffix}" if segments > 1 else f"{own}{suffix}",) for k in range(segments)]
         for i in index:
             text = text.replace("{i}", i)
         parts = [tuple(alt.strip() + suffix for alt in part.split(" or ")) for part in text.split("|")]
@@ -51,17 +52,20 @@ def choose_formats(
     """Storage format of every matrix: the checkpoint's where it can be sliced, else the stream's dtype."""
     out: dict[str, str] = {}
     for path, decl in flat.decls.items():
-        if not isinstance(decl, Linear | Weight):
+        if not isinstance(decl, Matrices | Weight):
             continue
-        segs = len(decl.segments) if isinstance(decl, Linear) else 1
+        if isinstance(decl, Matrices) and decl.stacked:  # experts are stored as numbers: no kernel reads them in blocks
+            out[path] = dtype
+            continue
+        segs = len(decl.segments) if isinstance(decl, Matrices) else 1
         found = {next((f for s in alts if (f := stored(s))), None) for alts in names.sources(path, segs, ".weight")}
         fmt = found.pop() if len(found) == 1 else None
         out[path] = fmt if fmt in BLOCK and _sliceable(decl, layout, BLOCK[fmt]) else dtype
     return out
 
 
-def _sliceable(decl: Linear | Weight, layout: Layout, block: int) -> bool:
-    dims = decl.inp if isinstance(decl, Linear) else decl.spec.dims[1:]
+def _sliceable(decl: Matrices | Weight, layout: Layout, block: int) -> bool:
+    dims = decl.inp if isinstance(decl, Matrices) else decl.spec.dims[1:]
     columns, first = 1, True
     for d in dims:
         f = d.factors[0]
@@ -88,10 +92,11 @@ def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> We
             continue
         for name, param in param_types(path, decl, b).items():
             suffix = ".bias" if name.endswith(".bias") else ".weight"
-            n_in = len(decl.inp) if isinstance(decl, Linear) else len(decl.spec.dims) - 1
-            sources = names.sources(path, len(param.types), suffix)
+            n_in = len(decl.inp) if isinstance(decl, Matrices) else len(decl.spec.dims) - 1
+            stacked = isinstance(decl, Matrices) and decl.stacked
+            sources = names.sources(path, len(param.types), suffix, f".{EACH}" if stacked else "")
             segs = tuple(
-                Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in)
+                Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in, stacked)
                 for alts, t in zip(sources, param.types)
             )
             entries.append(Entry(name, "weight", segs))

@@ -71,8 +71,10 @@ class Op:
         """Whether some row of the rule takes an operand pending by `kind` (not sum)."""
         return False
 
-    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """(elements moved, multiply-adds) a row, from local shapes with the row dims taken as 1; weights excluded."""
+    def row_cost(
+        self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]] = ()
+    ) -> tuple[float, float]:
+        """(elements moved, multiply-adds) a row, from local shapes with the row dims taken as 1; weights move none."""
         count = lambda shapes: sum(_prod(s) for s in shapes)  # noqa: E731
         return float(count(ins) + count(outs)), 0.0
 

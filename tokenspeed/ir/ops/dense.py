@@ -47,7 +47,9 @@ class Lookup(Op):
         ok = (ids >= 0) & (i >= 0) & (i < w.shape[0])
         return torch.where(ok[:, None], w[i.clamp(0, w.shape[0] - 1)], torch.zeros((), dtype=w.dtype))
 
-    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def row_cost(
+        self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]] = ()
+    ) -> tuple[float, float]:
         return 2.0 * sum(outs[0][1:]), 0.0
 
 
@@ -142,7 +144,9 @@ class Linear(Op):
     ) -> dict[str, Any]:
         return {}
 
-    def row_cost(self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def row_cost(
+        self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]] = ()
+    ) -> tuple[float, float]:
         prod = lambda s: int(torch.Size(s).numel())  # noqa: E731
         k, n = prod(ins[0]), sum(prod(o) for o in outs)
         return float(k + n), float(k * n)

@@ -15,7 +15,9 @@ from tokenspeed.models.nn.blocks import (
 )  # fmt: skip
 from tokenspeed.models.nn.config import Config, ConfigError
 from tokenspeed.models.nn.module import Module, Port, Ports
+from tokenspeed.models.nn.moe import Routed
 from tokenspeed.models.nn.params import (
+    Experts,
     Linear,
     PagedAttention,
     RMSNorm,
@@ -24,17 +26,19 @@ from tokenspeed.models.nn.params import (
     Weight,
     add_gumbel,
     argmax,
+    experts,
     full_sample,
     head,
     lookup,
     place,
+    route,
     select_rows,
     silu,
     temper,
 )  # fmt: skip
 
 __all__ = [
-    "MLP", "Batch", "Config", "ConfigError", "Embed", "FullSampler", "GumbelSampler", "Head", "Linear", "Module",
-    "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Rows", "Sampler", "SamplingState", "Stream", "Tokens",
-    "Weight", "add_gumbel", "argmax", "full_sample", "head", "lookup", "place", "select_rows", "silu", "temper",
+    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Module",
+    "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Rows", "Sampler", "SamplingState", "Stream", "Tokens",
+    "Weight", "add_gumbel", "argmax", "experts", "full_sample", "head", "lookup", "place", "route", "select_rows", "silu", "temper",
 ]  # fmt: skip

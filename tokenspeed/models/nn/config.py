@@ -64,6 +64,11 @@ class Config:
         return int(self.get("num_key_value_heads", self.num_attention_heads))
 
     @property
+    def experts(self) -> int:
+        """Routed experts of a layer; transformers 5 writes `num_local_experts`."""
+        return int(self.get("num_local_experts") or self.num_experts)
+
+    @property
     def rope_parameters(self) -> dict[str, Any]:
         """The rope settings in one form: the newer `rope_parameters`, or the older rope_theta + rope_scaling."""
         new = self.get("rope_parameters")

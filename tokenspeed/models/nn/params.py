@@ -1,4 +1,4 @@
-"""Ops with weights: Weight, Linear, RMSNorm, Rope, PagedAttention. They are ops of the enclosing body, not modules.
+"""Ops with weights: Weight, Linear, Experts, RMSNorm, Rope, PagedAttention. They are ops of the enclosing body, not modules.
 
 Invariant: a declaration names dims and axes only; extents come from the model's `dims` and ranks from the plan.
 """
@@ -51,7 +51,17 @@ class Weight(Param):
         return f"@{self.path}"
 
 
-class Linear(Param):
+class Matrices(Param):
+    """A map "IN -> OUT | OUT ..." stored as one matrix, a segment an output; what Linear and Experts share."""
+
+    text: str
+    inp: tuple[SpecDim, ...]
+    segments: list[Segment]
+    bias: list[Spec] | None = None
+    stacked: bool = False  # the first output dim of each segment counts checkpoint tensors
+
+
+class Linear(Matrices):
     """A linear map "h -> n@tp*d | kv@tp:kv*d | ...": one output a segment, stored as one matrix [sum of outputs, input].
 
     bias: None, or True for a bias placed like each output, or a spec for a pending one ("h +mlp", kept by the first rank).
@@ -62,7 +72,6 @@ class Linear(Param):
         self.text, self.dtype = map_, dtype
         self.inp, outs = _read(parse_sides, map_)
         self.segments = [Segment(out, self.inp) for out in outs]
-        self.bias: list[Spec] | None = None
         if bias is True:
             self.bias = [Spec(seg.out) for seg in self.segments]
         elif bias:
@@ -85,6 +94,27 @@ class Linear(Param):
             bias=bool(self.bias),
             dtype=self.dtype,
         )
+
+
+class Experts(Matrices):
+    """One linear map an expert, "e@ep h -> f@etp | f@etp" or "e@ep f@etp -> h": the expert's dim comes first, and a
+    checkpoint holds a tensor an expert. The weights of `experts`."""
+
+    stacked = True
+
+    def __init__(self, map_: str) -> None:
+        self.text = map_
+        (expert, *inp), outs = _read(parse_sides, map_)
+        if len(inp) != 1 or any(len(out) != 1 for out in outs):
+            raise SpecError(
+                "P001", f"{caller()}: Experts({map_!r}) maps one dim of each expert, e.g. `e@ep h -> f@etp | f@etp`"
+            )
+        self.inp = tuple(inp)
+        self.segments = [Segment((expert, *out), self.inp) for out in outs]
+
+    def refs(self) -> list[str]:
+        current().frame.params[self.path] = self
+        return [f"@{self.path}:{i}" for i in range(len(self.segments))]
 
 
 class RMSNorm(Param):
@@ -138,6 +168,21 @@ class SamplingState(Param):
 
 def silu(x: Any) -> Any:
     return apply("silu", [x])
+
+
+def route(logits: Any, k: int, dim: str = "k", normalise: bool = True) -> tuple[Any, Any]:
+    """The k most probable experts of each row and their softmax shares: [T, e] -> ids i32[T, k], shares f32[T, k]. `dim`
+    names k among the model's dims; with `normalise` the k shares sum to one."""
+    return apply("route", [logits], 2, k=k, dim=dim, normalise=normalise)
+
+
+def experts(x: Any, ids: Any, shares: Any, w13: Experts, w2: Experts) -> Any:
+    """Each row through its experts: sum of share * down_e(silu(gate_e(x)) * up_e(x)); w13 holds gate and up, w2 down."""
+    if (len(w13.segments), len(w2.segments)) != (2, 1):
+        raise SpecError(
+            "P004", f"{caller()}: experts takes gate and up as two segments and one down, not {w13.text!r}, {w2.text!r}"
+        )
+    return apply("experts", [x, ids, shares, *w13.refs(), *w2.refs()])
 
 
 def lookup(w: Weight, ids: Any) -> Any:

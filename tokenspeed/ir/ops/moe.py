@@ -1,0 +1,146 @@
+"""Mixture of experts: `route` picks each token's experts, `experts` runs the ones this rank holds on all rows it sees.
+
+Invariant: no op here moves a row. Where the experts lie on an axis, every rank of it sees the same rows and adds only its
+own experts' share, so the result is a sum pending over that axis; an axis inside the experts' width leaves one pending
+too. Whether rows are gathered before and scattered after is the solver's choice, as at any other edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.meaning import first_k
+from tokenspeed.ir.mesh import Plan
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
+from tokenspeed.ir.types import Type
+
+
+class Route(Op):
+    """z [T, E] logits -> ids i32[T, K], shares f32[T, K]: the K most probable experts and their softmax probabilities.
+
+    Lowest id first among equals. attrs: `k`; `dim`, the name of K's dim; `normalise`: the K shares are scaled to sum to 1.
+    A hole (NaN) gets ids of its own choosing and NaN shares. Ranks that see a row must pick the same experts for it, so
+    logits are whole and complete.
+    """
+
+    name = "route"
+    discrete = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        names = (*ins[0].names[:-1], attrs["dim"])
+        return [("i32", names), ("f32", names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        e = ins[0].names[-1]
+        if states[0] == "P":
+            raise refuse("route", axis, states, ins, "the largest of pending sums are not the largest sums", "P011",
+                         example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
+        if states[0] == e:
+            raise refuse("route", axis, states, ins, f"a softmax needs the whole of {e} on every rank", "P015")
+        return [states[0]] * 2
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        experts = sizes[ins[0].names[-1]]
+        if sizes[attrs["dim"]] != attrs["k"] or attrs["k"] > experts:
+            raise RuleError("P004", f"route takes k={attrs['k']} of {experts} experts into {attrs['dim']}")
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"k": attrs["k"], "normalise": attrs["normalise"]}
+
+    def reference(self, z: Tensor, *, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(z.shape[1], dtype=torch.int32, device=z.device).expand(z.shape)
+        shares = wide(z).softmax(-1)
+        _, best = first_k(torch.where(z.isnan(), float("-inf"), z), ids, k)
+        picked = shares.gather(1, best.long())
+        return best, picked / picked.sum(-1, keepdim=True) if normalise else picked
+
+
+class Experts(Op):
+    """x [T, H], ids i32[T, K], shares f32[T, K], gate, up [E, F, H], down [E, H, F] -> [T, H] of x's dtype.
+
+    Row t is the sum over its K experts e of share * (silu(x gate_e) * up_e x) down_e, experts in ascending order, summed in
+    float32. ids count all experts; those outside this rank's block (attr `offset` at a call) add nothing. gate and up may
+    come as one tensor [E, 2F, H].
+    """
+
+    name = "experts"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, ids, shares, gate, up, down = ins
+        e, f, h = gate.names
+        if up.names != gate.names or down.names != (e, h, f) or x.names[1:] != (h,):
+            raise RuleError(
+                "P004",
+                f"experts of {x} through {gate}, {up} and {down}: the dims do not meet as [e f h], [e f h], [e h f]",
+            )
+        if ids.names != shares.names or ids.names[:1] != x.names[:1]:
+            raise RuleError("P004", f"experts of {x} by {ids}, {shares}: one row of ids and shares a row is needed")
+        return [(x.dtype, x.names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        t = ins[0].names[0]
+        e, f, _ = ins[3].names
+        r = "R"
+        table = {
+            (r, r, r, r, r, r): r,
+            (t, t, t, r, r, r): t,
+            (r, r, r, e, e, e): "P",  # each rank its own experts
+            (r, r, r, f, f, f): "P",  # each rank a part of every expert's width, contracted by `down`
+        }
+        got = table.get(tuple(states))
+        if got is not None:
+            return [got]
+        if states[0] == "P":
+            raise refuse("experts", axis, states, ins, f"silu is not linear: x must be reduced over {axis} first", "P011",
+                         example="2 ranks: f(3) + f(4) is not f(3 + 4)")  # fmt: skip
+        if t in states[:3]:
+            raise refuse("experts", axis, states, ins, f"rows, ids and shares go together, with whole experts: on {axis} "
+                         "either the rows are split or the weights are")  # fmt: skip
+        raise refuse(
+            "experts", axis, states, ins, f"the weights' blocks do not match: {e} or {f} is sharded on all three"
+        )
+
+    def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
+        outs = super().infer(ins, attrs, order, home)
+        for k in range(2):
+            axes = {t.dim(ins[3].names[k]).axes for t in ins[3:]}
+            if len(axes) > 1:
+                raise RuleError("P014", f"experts: {ins[3].names[k]} is sharded in the orders {sorted(axes)}")
+        return outs
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"offset": at.offset(ins[3].dims[0])}
+
+    def reference(self, x: Tensor, ids: Tensor, shares: Tensor, *weights: Tensor, offset: int = 0) -> Tensor:
+        both, down = torch.cat(weights[:-1], 1), weights[-1]
+        out = torch.zeros_like(wide(x))
+        for e in range(both.shape[0]):
+            mine = ids == e + offset
+            share = torch.where(mine, shares.to(out.dtype), 0.0).sum(-1, keepdim=True)
+            gate, up = (wide(x) @ wide(both[e]).t()).to(x.dtype).chunk(2, -1)
+            y = wide(torch.nn.functional.silu(gate) * up) @ wide(down[e]).t()
+            out += torch.where(mine.any(-1, keepdim=True), share * y, 0.0)
+        return out.to(x.dtype)
+
+    def row_cost(
+        self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]] = ()
+    ) -> tuple[float, float]:
+        """As if a row's experts all lay here: an upper bound where they are spread over ranks."""
+        (h,), (k,) = ins[0][1:], ins[1][1:]
+        held, f, _ = weights[0]
+        picked = min(k, held)
+        return float(2 * h + picked * (h + 3 * f)), float(3 * picked * h * f)
+
+
+MOE = [Route(), Experts()]
