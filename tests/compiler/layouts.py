@@ -25,19 +25,8 @@ from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.text import parse_program
 from tokenspeed.models import find_family
 from tokenspeed.models.llama import Attention, CausalLM, Layer
-from tokenspeed.models.nn import MLP, Batch, Config, Linear, Module, RMSNorm, Rope, Rows, Stream, silu
+from tokenspeed.models.nn import MLP, Batch, Config, Linear, Module, RMSNorm, Rope, Routed, Rows, Stream, silu
 from tokenspeed.models.nn.decoder import decoder_dims
-
-
-class Wide(Module):
-    """A dense stand-in for routed experts: blocks of an FFN lie on the expert axis, their sum is pending over it."""
-
-    def __init__(self) -> None:
-        self.up, self.down = Linear("h -> e@ep*g | e@ep*g"), Linear("e@ep*g -> h")
-
-    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +ep"]:
-        gate, up = self.up(x)
-        return self.down(silu(gate) * up)
 
 
 class Shared(Module):
@@ -54,7 +43,7 @@ class Mixed(Module):
     """Routed and shared, each pending over its own axes."""
 
     def __init__(self) -> None:
-        self.routed, self.shared = Wide(), Shared()
+        self.routed, self.shared = Routed(2, normalise=True), Shared()
 
     def forward(self, x: Rows) -> Stream:
         return self.routed(x) + self.shared(x)
@@ -71,9 +60,9 @@ class MixedLayer(Module):
 
 
 class Mixture(CausalLM):
-    """A dense first layer, then layers whose FFN mixes the expert axes."""
+    """A dense first layer, then one of routed experts beside a shared one."""
 
-    dims = staticmethod(lambda c: decoder_dims(c) | {"e": 4, "g": 6})
+    dims = staticmethod(lambda c: decoder_dims(c) | {"e": 24, "k": 2, "fe": 6})
 
     def __init__(self, c: Config) -> None:
         super().__init__(c)
@@ -82,12 +71,22 @@ class Mixture(CausalLM):
 
 assert MLP  # the dense layer's FFN, over `mlp`
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Mixture")
+MODELS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Mixture",
+)
+EXPERTS = ("Qwen3MoeForCausalLM", "Mixture")
 NAMED = {
-    "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=dp*tp,se=dp*tp"),
-    "attention TP4, dense TP2": ("a=2,b=2", "tp=a*b,mlp=b,ep=b,se=b"),
-    "attention TP4, dense first layer TP1, experts TP4": ("tp=4", "mlp=1,ep=tp,se=tp"),
-    "attention DP4, dense first layer TP4": ("dp=4", "mlp=dp,ep=1,se=1"),
+    "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
+    "attention TP2 x DP2, experts EP4": ("dp=2,tp=2", "ep=dp*tp,etp=1,se=1"),
+    "attention TP2 x DP2, experts EP2 x TP2": ("dp=2,tp=2", "ep=dp,etp=tp,se=tp"),
+    "attention TP4, dense TP2": ("a=2,b=2", "tp=a*b,mlp=b,ep=b,etp=a,se=b"),
+    "attention TP4, dense first layer TP1, experts TP4": ("tp=4", "mlp=1,ep=1,etp=tp,se=tp"),
+    "attention DP4, dense first layer TP4": ("dp=4", "mlp=dp,ep=dp,etp=1,se=1"),
 }
 
 
@@ -97,12 +96,14 @@ def config(model: str) -> dict[str, Any]:
         "architectures": [model], "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
         "intermediate_size": 20, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": model == "MistralForCausalLM",
-        "mlp_bias": model == "MistralForCausalLM",
+        "mlp_bias": model == "MistralForCausalLM", "num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 6,
+        "norm_topk_prob": True, "mlp_only_layers": [0],
     }  # fmt: skip
 
 
 def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
-    """(mesh, axes): dp of every size, the rest in one axis or two, and mlp, vp (ep, se) on any product of mesh axes."""
+    """(mesh, axes): dp of every size, the rest in one axis or two, and mlp, vp (ep) on any product of mesh axes; the width
+    of experts whole, or on the axes that ep leaves."""
     for dp in (d for d in range(1, ranks + 1) if ranks % d == 0):
         rest = ranks // dp
         splits = [(rest,)] + ([(2, rest // 2)] if rest % 2 == 0 and rest > 2 else [])  # the 2 KV heads end on an axis
@@ -110,13 +111,16 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
             inner = [(n, s) for n, s in zip("ab", split) if s > 1]
             names = (["dp"] if dp > 1 else []) + [n for n, _ in inner]
             products = ["1"] + ["*".join(p) for k in range(1, len(names) + 1) for p in itertools.permutations(names, k)]
-            free = ("mlp", "ep") if model == "Mixture" else ("mlp", "vp")  # vp is tp, se is mlp there
+            free = ("mlp", "ep") if model in EXPERTS else ("mlp", "vp")  # vp is tp, se is mlp there
             tps = ["*".join(n for n, _ in inner) or "1"] + [n for n, _ in inner[:-1]]
             mesh = ",".join(([f"dp={dp}"] if dp > 1 else []) + [f"{n}={s}" for n, s in inner])
             for tp, *maps in itertools.product(tps, *([products] * len(free))):
-                used = set("*".join([tp, *maps, "dp"]).split("*"))
-                if set(names) <= used:
-                    yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps))])
+                left = "*".join(n for n in names if n not in maps[1].split("*")) or "1"
+                for etp in dict.fromkeys(("1", left)) if model in EXPERTS else ("",):
+                    used = set("*".join([tp, *maps, etp, "dp"]).split("*"))
+                    if set(names) <= used:
+                        inside = [f"etp={etp}"] if etp else []
+                        yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps)), *inside])
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,20 @@ import os
 import pytest
 import torch
 
-from tests.compiler.layouts import NAMED, Trial, layouts, run, trials
+from tests.compiler.layouts import EXPERTS, NAMED, Trial, layouts, run, trials
 
 torch.set_num_threads(1)
 FULL = os.environ.get("TOKENSPEED_LAYOUTS") == "full"
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("model", ["Mixture", "LlamaForCausalLM"])
-def test_groups_of_unlike_sizes_in_one_model(name: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(m, n) for m in (*EXPERTS, "LlamaForCausalLM") for n in NAMED if m in EXPERTS or "experts EP" not in n],
+)
+def test_groups_of_unlike_sizes_in_one_model(model: str, name: str) -> None:
     mesh, axes = NAMED[name]
-    if model != "Mixture":  # a dense model has no expert axes
-        axes = ",".join(a for a in axes.split(",") if a.split("=")[0] not in ("ep", "se"))
+    if model not in EXPERTS:  # a dense model has no expert axes
+        axes = ",".join(a for a in axes.split(",") if a.split("=")[0] not in ("ep", "etp", "se"))
     for seed in range(3):
         assert run(Trial(model, mesh, axes, seed)) >= 5
 

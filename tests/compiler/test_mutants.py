@@ -7,7 +7,7 @@ import torch
 
 from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.compiler.mutants import mutants
-from tokenspeed.compiler.mutate import Report, judge, of_model, run
+from tokenspeed.compiler.mutate import Report, completes, judge, of_model, run
 from tokenspeed.ir.agreement import agreement, verify_ranks
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.text import parse_program, print_program
@@ -23,6 +23,26 @@ def test_every_mutant_is_rejected_or_equal() -> None:
     assert report.valid > 100
     assert report.killed > 250
     assert set(report.codes) <= {f"V{n}" for n in range(1, 17)}
+
+
+def test_mutants_of_programs_with_experts_are_rejected_or_equal() -> None:
+    plan = ("dp=2,tp=2", "ep=dp,etp=tp,vp=dp*tp")
+    report = run(programs=0, families=["Qwen3MoeForCausalLM"], per_program=60, seed=9, plans=[plan])
+    assert report.survivors == [], report.survivors[0]
+    assert report.false_rejects == [], report.false_rejects[0]
+    assert report.valid == 16
+    assert report.killed > 50
+
+
+def test_a_rank_that_skips_or_repeats_a_collective_leaves_others_waiting() -> None:
+    r = compile_tiny(tiny(), "dp=2,tp=2", "vp=dp*tp", [(4, 4)], variants=("gumbel",))
+    p, q, s = (parse_program(r.texts["gumbel", 4]) for _ in range(3))
+    assert completes([p, q, p, p])
+    wires = [i for i, n in enumerate(q.nodes) if n.op == "all_reduce"]
+    q.nodes.pop(wires[0])
+    assert not completes([p, q, p, p])
+    s.nodes.append(s.nodes[wires[0]])
+    assert not completes([p, s, p, p])
 
 
 def test_all_kinds_of_mutants_are_made_and_killed() -> None:

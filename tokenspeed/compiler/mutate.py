@@ -2,9 +2,10 @@
 
     python -m tokenspeed.compiler.mutate [--json] [--programs N] [--models NAME,...]
 
-Mutants of golden programs (dense decoders on six plans) and of fuzzer programs are printed without types, read back and
-verified. Those that pass are run in the simulator: equal to the original on random contents, they are counted apart;
-otherwise they are survivors. The other half: no valid fuzzer program and no alternative plan of a golden model is refused.
+Mutants of golden programs (decoders, dense and of experts, on six plans each) and of fuzzer programs are printed without
+types, read back and verified. Those that pass are run in the simulator: equal to the original on random contents, they are
+counted apart; otherwise they are survivors. The other half: no valid fuzzer program and no alternative plan of a golden
+model is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tokenspeed.compiler.fuzz_programs import generate
 from tokenspeed.compiler.mutants import Mutant, mutants
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import batch, random_ports, random_weights, runtime_sizes
-from tokenspeed.ir.agreement import meet, verify_ranks
+from tokenspeed.ir.agreement import Meeting, chain, meet, verify_ranks
 from tokenspeed.ir.errors import TokenSpeedError, VerifyError
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.meaning import same_bits
@@ -44,7 +45,12 @@ PLANS = (
     ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"),
 )  # fmt: skip
 BUCKETS = ((4, 4), (8, 4))
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+#: plans of families with experts: these on axes of their own, their width too
+MIXED_PLANS = (
+    ("tp=2", ""), ("tp=4", "ep=tp,etp=1"), ("dp=2,tp=2", "ep=dp*tp,etp=1"), ("dp=2,tp=2", "ep=dp,etp=tp,vp=dp*tp"),
+    ("a=2,b=2", "tp=a*b,ep=b,etp=a"), ("dp=2,a=2,b=2", "tp=a*b,ep=dp*b,etp=a"),
+)  # fmt: skip
 
 
 def tiny(family: str) -> dict[str, Any]:
@@ -53,6 +59,7 @@ def tiny(family: str) -> dict[str, Any]:
         "architectures": [family], "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
         "intermediate_size": 24, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": True, "mlp_bias": True,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
     }  # fmt: skip
 
 
@@ -163,12 +170,40 @@ def judge(m: Mutant, original: Original, report: Report) -> None:
         report.codes[e.code] += 1
         report.count(m.kind, 0)
         return
-    if _apart(m.texts, by_text) if len(m.texts) > 1 else original.equals(by_text[m.texts[-1]]):
+    if _same_on_ranks(m.texts, by_text) if len(m.texts) > 1 else original.equals(by_text[m.texts[-1]]):
         report.equivalent += 1
         report.count(m.kind, 1)
     else:
         report.survivors.append(f"{m.kind}: {m.what}\n{m.texts[0]}")
         report.count(m.kind, 2)
+
+
+def _same_on_ranks(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
+    """Whether ranks with unlike programs compute what they would with one: they never meet, or each collective still finds
+    its whole group (two that lie in groups apart may change places)."""
+    programs = [by_text[t] for t in texts]
+    return _apart(texts, by_text) or (all(p.bucket == programs[0].bucket for p in programs) and completes(programs))
+
+
+def completes(programs: Sequence[Program]) -> bool:
+    """Whether ranks that wait in each collective for its whole group all come to their ends."""
+    chains = [list(chain(p)) for p in programs]
+    left, mesh = [len(c) for c in chains], programs[0].plan.mesh
+
+    def at(r: int) -> Meeting | None:
+        return chains[r][-left[r]] if left[r] else None
+
+    moved = True
+    while moved:
+        moved = False
+        for r in range(mesh.ranks):
+            here = at(r)
+            group = mesh.group(r, here.axes) if here else []
+            if here and all(at(g) == here for g in group):
+                for g in group:
+                    left[g] -= 1
+                moved = True
+    return not any(left)
 
 
 def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
@@ -183,13 +218,15 @@ def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
 
 
 def run(
-    programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0
-) -> Report:
-    """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each."""
+    programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0,
+    plans: Sequence[tuple[str, str]] | None = None,
+) -> Report:  # fmt: skip
+    """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each;
+    `plans`: of the golden ones, by default those of their family."""
     report = Report()
     rng = random.Random(seed)
     for family in families:
-        for mesh, axes in PLANS:
+        for mesh, axes in plans or (MIXED_PLANS if "Moe" in family else PLANS):
             for prices in (load_costs("cpu"), load_costs("h200"), random_costs(rng), random_costs(rng)):
                 r = golden(family, mesh, axes, prices)
                 for text in r.texts.values():

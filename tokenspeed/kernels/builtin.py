@@ -32,6 +32,7 @@ def register_builtin(registry: Registry) -> None:
     from tokenspeed.kernels.comm import fused
     from tokenspeed.kernels.embedding import cpu as embedding
     from tokenspeed.kernels.gemm import cpu as gemm
+    from tokenspeed.kernels.moe import cpu as moe
     from tokenspeed.kernels.norm import cpu as norm
     from tokenspeed.kernels.pointwise import cpu as pointwise
     from tokenspeed.kernels.rope import cpu as rope
@@ -39,6 +40,6 @@ def register_builtin(registry: Registry) -> None:
     from tokenspeed.kernels.sampling import cpu as sampling
 
     capability = Capability("cpu", features=frozenset({"cpu_extension"}))
-    for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling):
+    for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling, moe):
         family.register(registry, capability)
     fused.register(registry, capability)

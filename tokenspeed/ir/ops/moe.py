@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.meaning import first_k
 from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.types import Type
@@ -57,11 +56,9 @@ class Route(Op):
         return {"k": attrs["k"], "normalise": attrs["normalise"]}
 
     def reference(self, z: Tensor, *, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(z.shape[1], dtype=torch.int32, device=z.device).expand(z.shape)
-        shares = wide(z).softmax(-1)
-        _, best = first_k(torch.where(z.isnan(), float("-inf"), z), ids, k)
-        picked = shares.gather(1, best.long())
-        return best, picked / picked.sum(-1, keepdim=True) if normalise else picked
+        order = torch.where(z.isnan(), float("-inf"), z).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        picked = wide(z).softmax(-1).gather(1, order)
+        return order.int(), picked / picked.sum(-1, keepdim=True) if normalise else picked
 
 
 class Experts(Op):
@@ -90,7 +87,7 @@ class Experts(Op):
         t = ins[0].names[0]
         e, f, _ = ins[3].names
         r = "R"
-        table = {
+        table: dict[tuple[str, ...], str] = {
             (r, r, r, r, r, r): r,
             (t, t, t, r, r, r): t,
             (r, r, r, e, e, e): "P",  # each rank its own experts
@@ -123,7 +120,7 @@ class Experts(Op):
         return {"offset": at.offset(ins[3].dims[0])}
 
     def reference(self, x: Tensor, ids: Tensor, shares: Tensor, *weights: Tensor, offset: int = 0) -> Tensor:
-        both, down = torch.cat(weights[:-1], 1), weights[-1]
+        both, down = weights[0] if len(weights) == 2 else torch.cat(weights[:2], 1), weights[-1]
         out = torch.zeros_like(wide(x))
         for e in range(both.shape[0]):
             mine = ids == e + offset
