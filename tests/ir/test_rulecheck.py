@@ -53,7 +53,8 @@ def test_a_wrong_row_is_caught(
 
 
 @pytest.mark.parametrize(
-    "form", ["lookup", "select_rows", "add_gumbel", "argmax", "topk", "append", "attend, one KV head a block"]
+    "form",
+    ["lookup", "select_rows", "add_gumbel", "argmax", "topk", "append", "attend, one KV head a block", "experts"],
 )
 def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     right = type(OPS[form.split(",")[0]])
