@@ -7,6 +7,7 @@ none of them, so it answers in milliseconds.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -68,5 +69,8 @@ def _run(args: argparse.Namespace) -> int:
     except (StartupError, TokenSpeedError) as fault:
         print(f"tokenspeed {args.command}: {fault}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130

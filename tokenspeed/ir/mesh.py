@@ -102,6 +102,9 @@ def _parse_pairs(text: str, what: str) -> dict[str, str]:
     return pairs
 
 
+MAX_RANKS = 1024  # of a mesh
+
+
 def parse_mesh(text: str) -> Mesh:
     """`"dp=2,tp=4"` -> Mesh. PlanError P034 on anything else."""
     axes: list[tuple[str, int]] = []
@@ -109,6 +112,8 @@ def parse_mesh(text: str) -> Mesh:
         if not value.isdigit() or int(value) < 1:
             raise PlanError("P034", f"--mesh: the size of {name!r} must be a positive integer, not {value!r}")
         axes.append((name, int(value)))
+    if math.prod(n for _, n in axes) > MAX_RANKS:
+        raise PlanError("P034", f"--mesh: {text} has more than {MAX_RANKS} ranks")
     return Mesh(tuple(axes))
 
 

@@ -21,6 +21,8 @@ from tokenspeed.runtime.errors import StartupError
 Stored = Tensor | QuantWeight
 _DENSE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+MAX_POSITIONS = 1 << 24  # of a model; the rope table holds a row for each
+
 
 class CheckpointError(StartupError):
     """The model's files cannot be used; says which file and why."""
@@ -63,7 +65,10 @@ class SafetensorsCheckpoint:
 
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            return dict(_read_json(index)["weight_map"])
+            files = _read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise CheckpointError(f"{index} has no weight_map of tensor names to file names; download it again")
+            return files
         names: dict[str, str] = {}
         for f in sorted(self.path.glob("*.safetensors")):
             try:
@@ -165,13 +170,16 @@ class ConfigOnly:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist; a checkpoint directory holds config.json and .safetensors files"
         ) from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object, but {type(value).__name__}")
+    return value
 
 
 def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[int, int]) -> None:
@@ -248,11 +256,15 @@ def _gguf(model: str) -> Checkpoint:
 
 def context_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Tokens that prompt and output of a request may have together: max_model_len, or all of the model's positions."""
-    limit = int(checkpoint.config.get("max_position_embeddings", 0)) or 2048
+    limit = checkpoint.config.get("max_position_embeddings")
+    if limit is None:
+        limit = 2048
+    if not isinstance(limit, int) or not 2 <= limit <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"max_position_embeddings is {limit!r}: a prompt and one token of output need 2, and {MAX_POSITIONS} are the most"
+        )
     if config.max_model_len > limit:
         raise StartupError(f"max_model_len={config.max_model_len} is beyond the model's positions ({limit}); lower it")
-    if limit < 2:
-        raise CheckpointError(f"max_position_embeddings is {limit}: a prompt and one token of output need 2")
     return config.max_model_len or limit
 
 

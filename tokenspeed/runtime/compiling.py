@@ -10,10 +10,12 @@ import os
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.checkpoint import Checkpoint, context_length, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
@@ -66,12 +68,26 @@ def compile_options(config: EngineConfig, progress: Progress = silent, calibrati
     device = device_of(config)
     dtype, cache, stored, objective = choose_dtypes(config, checkpoint, device)
     mesh = config.mesh or (f"tp={config.tensor_parallel_size}" if config.tensor_parallel_size > 1 else "")
-    return compile_model(
-        family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
+    return _told_of_author(
+        config.model, compile_model, family, checkpoint.config, mesh=mesh, axes=config.axes, dtype=dtype, cache_dtype=cache,
         buckets=config.buckets or default_buckets(config.max_num_batched_tokens), max_rows=config.max_num_seqs,
         stored=stored, checkpoint=checkpoint.note(), progress=progress, calibration=calibration,
         objective=objective, device=device, **passes,
     )  # fmt: skip
+
+
+def _told_of_author(model: str, compile_: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """compile_(*args, **options); whatever an author's own file raises while it is traced is a StartupError with its line."""
+    try:
+        return compile_(*args, **options)
+    except (StartupError, TokenSpeedError):
+        raise
+    except Exception as e:
+        file = str(Path(model.rpartition(":")[0]).expanduser()) if ".py:" in model else ""
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if file and Path(f.filename) == Path(file)]
+        if not lines:
+            raise
+        raise StartupError(f"{file}:{lines[-1]} cannot be traced: {type(e).__name__}: {e}") from e
 
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
@@ -85,10 +101,10 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Any]:
         checkpoint = open_checkpoint(str(folder), config.load_format, str(source), config.seed or 0, weights=False)
         return checkpoint, load_class(Path(file).expanduser(), name)
     checkpoint = open_checkpoint(config.model, config.load_format, config.config, config.seed or 0, weights=False)
-    names = checkpoint.config.get("architectures") or []
-    if not names:
+    names = checkpoint.config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise StartupError(
-            f"the configuration of {config.model} has no `architectures`; it must name the model's class"
+            f"the configuration of {config.model} has no list `architectures`; it must name the model's class"
         )
     return checkpoint, find_family(names[0])
 
@@ -101,10 +117,16 @@ def load_class(file: Path, name: str) -> Any:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise StartupError(f"{file} defines no class {name!r}")
-    return getattr(module, name)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        raise StartupError(f"{file} cannot be imported: {type(e).__name__}: {e}") from e
+    found = getattr(module, name, None)
+    from tokenspeed.models.nn import Module
+
+    if not (isinstance(found, type) and issubclass(found, Module)):
+        raise StartupError(f"{file} defines no class {name!r} that is a tokenspeed.models.nn.Module")
+    return found
 
 
 def device_of(config: EngineConfig) -> str:

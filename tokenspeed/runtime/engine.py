@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="tokenspeed-engine", daemon=True)
         self._thread.start()
         self._closed = False
+        self._pid = os.getpid()
         try:
             self._llm: AsyncLLM = self._run(self._start(target))
         except BaseException:
@@ -219,7 +221,7 @@ class Engine:
 
     def close(self) -> None:
         """End the core and the background thread. Idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a fork leaves it to its owner
             return
         self._run(self._llm.close())
         self._stop_loop()
@@ -233,9 +235,12 @@ class Engine:
         self.close()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             work.close()
-            raise UnavailableError("the engine is closed")
+            raise UnavailableError(
+                "the engine is closed" if self._closed
+                else f"the engine lives in process {self._pid}, and this is a fork of it: make one here"
+            )  # fmt: skip
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -109,6 +109,8 @@ class GgufCheckpoint:
             return m[f"{a}.{key}"]
 
         heads, hidden = need("attention.head_count"), need("embedding_length")
+        if not heads:
+            raise CheckpointError(f"{self.path}: {a}.attention.head_count is 0")
         embed = self.tensors.get("model.embed_tokens.weight")
         if embed is None:
             raise CheckpointError(f"{self.path} has no tensor token_embd.weight")

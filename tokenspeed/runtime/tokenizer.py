@@ -65,7 +65,8 @@ class Tokenizer:
         Raises UnicodeEncodeError for a text with lone surrogates.
         """
         text.encode("utf-8")
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # of a batch, since that lets other threads run meanwhile
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]
         return ids

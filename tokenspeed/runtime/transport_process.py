@@ -96,10 +96,12 @@ class ProcessClient:
         addresses = (f"ipc://{self._directory}/core", f"ipc://{self._directory}/front")
         self._push = _sender(self._context, addresses[0])
         self._pull = _receiver(self._context, addresses[1])
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            # safe path: a file of the current directory must not stand in for a module of the same name
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             start_new_session=True,
         )
         assert self._process.stdin is not None

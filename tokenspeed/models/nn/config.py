@@ -18,6 +18,27 @@ class ConfigError(TokenSpeedError):
         super().__init__("C001", message)
 
 
+#: fields that count something, and fields that are a positive number, wherever a family reads them
+_COUNTS = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "decoder_sparse_step",
+})  # fmt: skip
+_POSITIVE = frozenset({"rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"})
+
+
+def checked(name: str, value: Any) -> Any:
+    """`value` of a field, if it can be one; ConfigError that names field and value. None is an absent field."""
+    if value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name in _COUNTS and not (number and value == value // 1 and 0 < value < 1 << 31):
+        raise ConfigError(f"{name} is {value!r} in config.json: it must be a whole number from 1 on")
+    if name in _POSITIVE and not (number and 0 < value < float("inf")):
+        raise ConfigError(f"{name} is {value!r} in config.json: it must be a positive number")
+    return int(value) if name in _COUNTS else value
+
+
 class Config:
     """Attribute access to a config.json: `c.hidden_size`, `c.get("head_dim")`. Missing: ConfigError that names the field."""
 
@@ -38,7 +59,7 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name)
         self.read[name] = value
-        return default if value is None or name in self._hidden else value
+        return default if value is None or name in self._hidden else checked(name, value)
 
     def without(self, field: str) -> Config:
         """The same configuration read as if one field were absent; the record of reads is shared and says what it is."""
@@ -56,8 +77,10 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        d = self.get("head_dim")
-        return int(d) if d else self.hidden_size // self.num_attention_heads
+        d = self.get("head_dim") or self.hidden_size // self.num_attention_heads
+        if d < 2 or d % 2:
+            raise ConfigError(f"a head has {d} values: rotary position embedding turns pairs, so it must be even")
+        return d
 
     @property
     def kv_heads(self) -> int:
@@ -73,12 +96,16 @@ class Config:
         """The rope settings in one form: the newer `rope_parameters`, or the older rope_theta + rope_scaling."""
         new = self.get("rope_parameters")
         old = self.get("rope_scaling")
+        if not isinstance(new or old or {}, Mapping):
+            raise ConfigError(f"rope_parameters / rope_scaling is {new or old!r} in config.json: it must be an object")
         out: dict[str, Any] = dict(new or old or {})
         if "type" in out:
             out.setdefault("rope_type", out.pop("type"))
         out.setdefault("rope_type", "default")
         if out.get("rope_theta") is None:
             out["rope_theta"] = self.get("rope_theta", 10000.0)
+        for key, value in out.items():
+            checked(key, value)
         supported = ("default", "linear", "llama3", "divisors")
         if out["rope_type"] not in supported:
             raise ConfigError(f"rope_type {out['rope_type']!r} is not supported; supported: {', '.join(supported)}")
