@@ -67,6 +67,9 @@ class Recorded:
         self.config: dict[str, Any] = {}
         self.read: list[tuple[str, tuple[int, int]]] = []
 
+    def names(self) -> list[str]:
+        return []
+
     def stored(self, name: str) -> str | None:
         return "float32"
 

@@ -159,3 +159,26 @@ def test_a_long_text_is_tokenized_beside_other_work() -> None:
     done.set()
     other.join()
     assert len(ids) > 400_000 and during > 5
+
+
+def test_tensors_that_the_model_has_no_place_for_are_refused() -> None:
+    """A bias that the configuration does not speak of, or a layer too many, would silently be left out."""
+    from tokenspeed.compiler.api import compile_model
+    from tokenspeed.models import find_family
+    from tokenspeed.runtime.checkpoint import CheckpointError, DummyCheckpoint
+    from tokenspeed.runtime.loader import load_weights
+
+    weights = compile_model(find_family("LlamaForCausalLM"), CONFIG, buckets=(1,), variants=("gumbel",)).result.weights
+    known = {source for e in weights.entries for s in e.segments for source in s.sources}
+
+    class Files(DummyCheckpoint):
+        extra = ""
+
+        def names(self) -> list[str]:
+            return [*known, "model.layers.0.self_attn.rotary_emb.inv_freq", *([self.extra] if self.extra else [])]
+
+    files = Files(CONFIG)
+    assert "embed.w" in load_weights(weights, files, 0)
+    for files.extra in ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight"):
+        with pytest.raises(CheckpointError, match=files.extra):
+            load_weights(weights, files, 0)

@@ -7,7 +7,7 @@ names are Hugging Face names, also out of a GGUF. Errors name the file and what 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,10 @@ class Checkpoint(Protocol):
     """What the compiler and the loader ask of a model's files."""
 
     config: dict[str, Any]
+
+    def names(self) -> Collection[str]:
+        """The tensors that its files hold; none where weights are made up."""
+        ...
 
     def stored(self, name: str) -> str | None:
         """Storage format of a tensor (float32, bfloat16, float16, q4_1 ...), None where the checkpoint has no such tensor."""
@@ -100,6 +104,9 @@ class SafetensorsCheckpoint:
                 raise CheckpointError(f"{self.path / f} cannot be read: {e}; the download may be incomplete") from None
         return self._open[f]
 
+    def names(self) -> Collection[str]:
+        return self.files.keys()
+
     def stored(self, name: str) -> str | None:
         if name not in self.files:
             return None
@@ -137,6 +144,9 @@ class DummyCheckpoint:
     def __init__(self, config: dict[str, Any], seed: int = 0, origin: str = "") -> None:
         self.config, self.seed, self.origin = config, seed, origin
 
+    def names(self) -> Collection[str]:
+        return ()
+
     def stored(self, name: str) -> str | None:
         return "float32"
 
@@ -157,6 +167,9 @@ class ConfigOnly:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+
+    def names(self) -> Collection[str]:
+        return ()
 
     def stored(self, name: str) -> str | None:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ class GgufCheckpoint:
             assert isinstance(factors, torch.Tensor)
             config["rope_scaling"] = {"rope_type": "divisors", "divisors": factors.flatten().tolist()}
         return config
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
 
     def stored(self, name: str) -> str | None:
         t = self.tensors.get(name)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed.compiler.weightmap import Entry, Segment, WeightMap
+from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.kernels.weights import QuantWeight
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
@@ -30,6 +31,8 @@ def load_weights(
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
     """Local parameters by name, on `device`. CheckpointError names a missing tensor or a wrong shape."""
+    if rank == 0:
+        _refuse_strangers(m, checkpoint)
     out: dict[str, Any] = {}
     shared: dict[object, Any] = {}
     for i, e in enumerate(m.entries):
@@ -42,6 +45,26 @@ def load_weights(
         out[e.name] = shared[key]
         progress(i + 1, len(m.entries))
     return out
+
+
+#: what files hold beside the weights of a model: a head that is tied, and tables that are computed here
+_KNOWN = re.compile(r"lm_head\.weight|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
+
+
+def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
+    """CheckpointError where the checkpoint holds tensors that the model has no place for: it would run without them."""
+    sources = {source for e in m.entries for s in e.segments for source in s.sources}
+    stacked = [re.compile(re.escape(s).replace(re.escape(EACH), r"\d+")) for s in sources if EACH in s]
+    strange = [
+        name
+        for name in checkpoint.names()
+        if name not in sources and not _KNOWN.fullmatch(name) and not any(p.fullmatch(name) for p in stacked)
+    ]
+    if strange:
+        raise CheckpointError(
+            f"the checkpoint holds {len(strange)} tensors that this model has no place for, as {', '.join(sorted(strange)[:3])}: "
+            "its configuration (layers, biases) or its family is another"
+        )
 
 
 def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device: torch.device) -> Any:
