@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.compiler import api  # noqa: F401 (imports are not part of the time)
     from tokenspeed.runtime.compiling import compile_options, write_artifact
 
+    if not args.output.strip():
+        raise StartupError("--output is empty: name the directory of the artifact")
     config = options.from_args(EngineConfig, args)
     started = time.perf_counter()
     compiled = compile_options(

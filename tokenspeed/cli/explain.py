@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         case [folder, "why", value]:
             artifact, programs = _programs(folder, args)
             e = next(iter(programs.values()))
+            print(f"bucket {e['bucket']['t']}, {e['variant']} (--bucket and --variant choose another):")
             print(why(artifact.program(e["variant"], e["bucket"]["t"]), value, e))
             return 0
         case [folder]:

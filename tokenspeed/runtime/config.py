@@ -30,7 +30,8 @@ def _axes(value: str) -> str | None:
 
 def _buckets(value: list[int]) -> str | None:
     ascending = all(low < high for low, high in itertools.pairwise(value))
-    return None if ascending and all(item > 0 for item in value) else "must be positive and ascending"
+    fits = all(0 < item <= 1 << 20 for item in value)
+    return None if ascending and fits else "must be positive and ascending, up to 1048576 tokens"
 
 
 def _model_len(value: int) -> str | None:
@@ -39,7 +40,9 @@ def _model_len(value: int) -> str | None:
 
 def _device(value: str) -> str | None:
     return (
-        None if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) else "must be auto, cpu, cuda or cuda:ARCH, as in cuda:90"
+        None
+        if re.fullmatch(r"auto|cpu|cuda(:\d{2,3})?", value)
+        else "must be auto, cpu, cuda or cuda:ARCH, as in cuda:90"
     )
 
 
