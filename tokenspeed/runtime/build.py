@@ -139,13 +139,11 @@ def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_
 
 
 def _gpu_bytes(artifact: Artifact, max_rows: int) -> int:
-    """Bytes of a GPU that are not for KV pages: weights, the full sampler's state, and room for arena, scratch and graphs."""
-    weights = sum(artifact.weights.local_bytes(e, 0) for e in artifact.weights.distinct())
-    top = max(t for t, _ in artifact.buckets)
-    sizes = artifact.manifest["sizes"]
-    state = 9 * max_rows * sizes["v"] if "full" in artifact.manifest["variants"] else 0
-    arena = 4 * max_rows * sizes["v"] + 16 * top * (sizes["h"] + sizes.get("f", 0))
-    return weights + state + arena + (1 << 30)
+    """Bytes of a GPU that are not for KV pages: weights and arena as compiled, the full sampler's state, and a GiB of room
+    for kernel scratch and graphs."""
+    planned = artifact.ports["memory"]
+    state = 9 * max_rows * artifact.manifest["sizes"]["v"] if "full" in artifact.manifest["variants"] else 0
+    return planned["weight_bytes"] + max(planned["arena_bytes"].values()) + state + (1 << 30)
 
 
 def free_memory() -> int:

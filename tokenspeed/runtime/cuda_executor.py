@@ -102,6 +102,8 @@ class CudaExecutor(Executor):
             for i, (variant, bucket) in enumerate(keys):
                 self._capture(variant, bucket)
                 progress("capture", i + 1, len(keys))
+        extra = self.programs["full", self.max_t].results[1:] if ("full", self.max_t) in self.programs else []
+        self.extras = [[self.gpu.pinned(*r.shape, dtype=r.dtype) for r in extra] for _ in range(RING)]
         self._phase("capture")
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -153,20 +155,23 @@ class CudaExecutor(Executor):
         with self.gpu.current():
             self._change_state(step.ops)
             self.replays[step.variant, t]()
-            more = [self.gpu.pinned(*r.shape, dtype=r.dtype).copy_(r, non_blocking=True) for r in self._extra(step)]
+            more = self._copy_extra(slot, step)
             self.done[slot].record()
         self.turn = (slot + 1) % RING
 
         def wait() -> StepResult:
             self.done[slot].synchronize()
             tokens = self.outputs_np[slot, :s].copy()
-            return StepResult(tokens, *(m.numpy() for m in more))
+            return StepResult(tokens, *(m.numpy().copy() for m in more))
 
         return wait
 
-    def _extra(self, step: Step) -> list[Tensor]:
-        """Results of the full variant beside the tokens."""
-        return self.programs[step.variant, step.bucket].results[1:] if step.variant == "full" else []
+    def _copy_extra(self, slot: int, step: Step) -> list[Tensor]:
+        """Sends what the full variant gives beside the tokens to the host; where it will lie, valid until the slot's turn."""
+        if step.variant != "full":
+            return []
+        results = self.programs["full", step.bucket].results[1:]
+        return [into[: len(r)].copy_(r, non_blocking=True) for into, r in zip(self.extras[slot], results, strict=True)]
 
     def run(self, step: Step) -> StepResult:
         return self.launch(step)()
