@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,34 +25,17 @@ from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.text import parse_program
 from tokenspeed.models import find_family
 from tokenspeed.models.llama import Attention, CausalLM, Layer
-from tokenspeed.models.nn import MLP, Batch, Config, Linear, Module, RMSNorm, Rope, Routed, Rows, Stream, silu
+from tokenspeed.models.nn import Batch, Config, Module, RMSNorm, Rope, Routed, Routing, Shared, Stream
+from tokenspeed.models.nn import Mixture as Experts
 from tokenspeed.models.nn.decoder import decoder_dims
 
-
-class Shared(Module):
-    """The expert every token visits, on its own axis."""
-
-    def __init__(self) -> None:
-        self.up, self.down = Linear("h -> f@se"), Linear("f@se -> h")
-
-    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +se"]:
-        return self.down(silu(self.up(x)))
-
-
-class Mixed(Module):
-    """Routed and shared, each pending over its own axes."""
-
-    def __init__(self) -> None:
-        self.routed, self.shared = Routed(2, normalise=True), Shared()
-
-    def forward(self, x: Rows) -> Stream:
-        return self.routed(x) + self.shared(x)
+GROUPED = Routing(3, score="sigmoid", groups=4, top_groups=2, group_best=2, scale=1.5)
 
 
 class MixedLayer(Module):
     def __init__(self, c: Config, rope: Rope) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
-        self.attn, self.mix = Attention(c, rope), Mixed()
+        self.attn, self.mix = Attention(c, rope), Experts(Routed(GROUPED, bias=True), Shared())
 
     def forward(self, x: Stream, b: Batch) -> Stream:
         x = x + self.attn(self.norm1(x), b)
@@ -60,16 +43,14 @@ class MixedLayer(Module):
 
 
 class Mixture(CausalLM):
-    """A dense first layer, then one of routed experts beside a shared one."""
+    """A dense first layer, then one of routed experts beside a shared one, as the larger families have them."""
 
-    dims = staticmethod(lambda c: decoder_dims(c) | {"e": 24, "k": 2, "fe": 6})
+    dims = staticmethod(lambda c: decoder_dims(c) | {"e": 24, "k": 3, "fe": 6, "fs": 10})
 
     def __init__(self, c: Config) -> None:
         super().__init__(c)
         self.layers = [Layer(c, self.rope), MixedLayer(c, self.rope)]
 
-
-assert MLP  # the dense layer's FFN, over `mlp`
 
 MODELS = (
     "LlamaForCausalLM",

@@ -15,8 +15,9 @@ from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.compiler.api import compile_model
 from tokenspeed.compiler.weightmap import from_json, to_json, verify_weights
 from tokenspeed.ir.errors import PlacementError, PlanError, SpecError, VerifyError
+from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.models import find_family, qwen3_moe
-from tokenspeed.models.nn import Experts, Routed, Rows
+from tokenspeed.models.nn import Experts, Routed, Routing, Rows
 from tokenspeed.models.qwen3_moe import CausalLM
 from tokenspeed.runtime.loader import load_weights
 
@@ -35,12 +36,37 @@ def test_experts_that_do_not_divide_are_refused_with_what_fits() -> None:
 
 def test_an_axis_splits_the_experts_or_their_width() -> None:
     with pytest.raises(PlanError, match=r"(?s)P031.*Routed: .*share mesh axis 'tp'.*fix 1"):
-        compile_tiny(config(), "tp=2", "ep=tp")
+        compile_tiny(config(), "tp=2", "ep=tp,etp=tp")
 
 
-def test_more_experts_a_token_than_there_are_is_refused() -> None:
-    with pytest.raises(VerifyError, match="route takes k=9 of 8 experts"):
-        compile_tiny(config(num_experts_per_tok=9), "tp=2")
+def test_the_width_is_split_over_what_the_experts_leave_of_the_dense_axis() -> None:
+    for axes, etp in (
+        ("ep=tp", ()),
+        ("ep=dp", ("tp",)),
+        ("ep=dp*tp", ()),
+        ("ep=1", ("tp",)),
+        ("ep=tp,mlp=dp*tp", ("dp",)),
+    ):
+        assert make_plan(parse_mesh("dp=2,tp=2"), axes).axes("etp") == etp
+    assert compile_tiny(config(), "dp=2,tp=2", "ep=dp*tp", variants=("gumbel",)).texts
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (Routing(9), "route takes k=9 of 8 experts"),
+        (Routing(2, groups=3), "3 groups of 8 experts"),
+        (Routing(2, groups=4, group_best=3), "4 groups of 8 experts by their best 3"),
+        (Routing(5, groups=4, top_groups=2), "k=5 experts from 2 of 4 groups"),
+        (Routing(2, groups=2, top_groups=3), "from 3 of 2 groups"),
+    ],
+)
+def test_a_choice_that_the_experts_do_not_allow_is_refused(
+    monkeypatch: pytest.MonkeyPatch, how: Routing, words: str
+) -> None:
+    monkeypatch.setattr(qwen3_moe, "Routing", lambda *_, **__: how)
+    with pytest.raises(VerifyError, match=words):
+        compile_tiny(config(num_experts_per_tok=how.k), "tp=2")
 
 
 @pytest.mark.parametrize("text", ["e@ep h d -> f", "e@ep -> f", "e@ep h -> f g"])

@@ -82,3 +82,46 @@ def test_route_takes_the_most_probable_lowest_id_first(normalise: bool) -> None:
     exact = z[:2].softmax(-1).gather(1, ids[:2].long())
     assert torch.allclose(shares[:2], exact / exact.sum(1, keepdim=True) if normalise else exact)
     assert shares[2].isnan().all()
+
+
+def test_route_adds_the_bias_to_the_choice_alone_and_keeps_to_the_best_groups() -> None:
+    """Sigmoid scores in four groups of three, two of them kept by the sum of their best two, written out for one row."""
+    z = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, 0.5, 3.0, -3.0, -3.0, 1.0, 1.0, 1.0]])
+    bias = torch.tensor([0.9, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    how = {"k": 3, "score": "sigmoid", "groups": 4, "top_groups": 2, "group_best": 2}
+    ids, shares = REFERENCES["route"](z, bias, **how, normalise=False, scale=2.5)
+    s = z.sigmoid()  # groups count 2.57, 1.50, 1.00, 1.46: the first two are kept, expert 6 is not
+    assert ids.tolist() == [[0, 2, 3]] and torch.equal(shares, s[:, [0, 2, 3]] * 2.5)
+    _, shares = REFERENCES["route"](z, bias, **how, normalise=True, scale=2.5)
+    assert torch.allclose(shares.sum(), torch.tensor(2.5))
+    ids, _ = REFERENCES["route"](torch.zeros(1, 12), torch.zeros(12), **how, normalise=True)
+    assert ids.tolist() == [[0, 1, 2]], "the lowest group and the lowest id first among equals"
+    _, shares = REFERENCES["route"](torch.full((1, 12), -200.0), None, **how, normalise=True)
+    assert torch.equal(shares, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("family", ["v2", "v3"])
+def test_route_equals_the_routers_of_transformers(family: str) -> None:
+    from transformers import DeepseekV2Config, DeepseekV3Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "n_routed_experts": 24, "num_experts_per_tok": 5, "n_group": 6, "topk_group": 3,
+             "routed_scaling_factor": 1.7}  # fmt: skip
+    g = torch.Generator().manual_seed(4)
+    x, w, bias = (torch.randn(shape, generator=g) for shape in ((64, 16), (24, 16), (24,)))
+    if family == "v2":
+        router = DeepseekV2TopkRouter(DeepseekV2Config(**sizes, topk_method="group_limited_greedy"))
+        how = {"score": "softmax", "normalise": False, "group_best": 1}
+    else:
+        router = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, norm_topk_prob=True))
+        router.e_score_correction_bias.copy_(bias)
+        how = {"score": "sigmoid", "normalise": True, "group_best": 2}
+    router.weight.data.copy_(w)
+    with torch.no_grad():
+        _, want, at = router(x)
+    ids, shares = REFERENCES["route"](
+        x @ w.t(), bias if family == "v3" else None, k=5, groups=6, top_groups=3, scale=1.7, **how
+    )
+    assert torch.equal(ids.long().sort(1).values, at.sort(1).values)
+    assert torch.allclose(shares.gather(1, ids.argsort(1)), want.gather(1, at.argsort(1)), rtol=1e-5)

@@ -17,7 +17,8 @@ from tokenspeed.ir.errors import PlanError
 
 Axes = tuple[str, ...]
 
-#: Logical axes every plan knows and what they stand for when the plan does not say.
+#: Logical axes every plan knows and what they stand for when the plan does not say; `etp` is without the axes of `ep`, as
+#: an axis that counts experts cannot split their width too.
 DEFAULT_AXES: dict[str, str] = {
     "dp": "1", "tp": "1", "cp": "1", "mlp": "cp*tp", "vp": "tp", "ep": "1", "etp": "mlp", "se": "mlp",
 }  # fmt: skip
@@ -228,4 +229,6 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
 
     for name in expr:
         resolve(name, ())
+    if "etp" not in given and "etp" not in names:
+        logical["etp"] = tuple(a for a in logical["etp"] if a not in logical["ep"])
     return Plan(mesh, logical, {})

@@ -52,8 +52,10 @@ def leaf_taints(leaf: Leaf, padded: set[str], upto: str) -> Taint:
 
 def demand(op: str, attrs: Mapping[str, object]) -> float | None:
     """What an op needs the padding of its first operand's last dim to hold exactly; None where it needs nothing."""
-    if op in ("argmax", "topk", "route"):
+    if op in ("argmax", "topk"):
         return -math.inf
+    if op == "route":  # a softmax gives -inf no share; a sigmoid, a bias or a group may prefer it to a real expert
+        return -math.inf if (attrs["score"], attrs["bias"], attrs["groups"]) == ("softmax", False, 1) else math.inf
     if op == "reduce":
         return {"sum": 0.0, "max": -math.inf, "min": math.inf}[str(attrs["kind"])]
     return None
@@ -101,7 +103,7 @@ def _node(
     if (value := demand(op, n.attrs)) is not None:
         last = types[n.inputs[0]].names[-1]
         if last in x and value == math.inf:
-            raise VerifyError("V5", f"{where}: {op} of {n.inputs[0]}: no padding of {last} is neutral in a minimum")
+            raise VerifyError("V5", f"{where}: {op} of {n.inputs[0]}: no padding of {last} is neutral in it")
         need(0, last, (taint_of(value),), f"it would choose or add what stands there, not {value}")
         return [{d: x.get(d, UNDEF) for d in o} for o in outs]
     if op == "linear":

@@ -191,6 +191,8 @@ Z, P = _f("s", "v"), Operand("i32", ("s", "p"))
 LAST = Operand("i32", ("s",), "t")
 _LIN = {"in_dims": ("h",), "segments": 1, "bias": False, "dtype": "f32"}
 _CACHE = _f("slots", "kv", "d")
+_ROUTE = {"k": 2, "dim": "k", "bias": False, "normalise": True, "score": "softmax", "groups": 1, "top_groups": 1,
+          "group_best": 1, "scale": 1.0}  # fmt: skip
 
 
 def _same(op: str, *operands: Operand, name: str = "", pad: str = "", **attrs: Any) -> Form:
@@ -216,8 +218,11 @@ FORMS: tuple[Form, ...] = (
     _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
     *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
     Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
-    *(Form(f"route{'' if normal else ', raw shares'}", "route", (_f("t", "e"),), _plain(_f("t", "e")),
-           {"k": 2, "dim": "k", "normalise": normal}, (("t", "k"), ("t", "k")), single={"k": 2}) for normal in (True, False)),
+    *(Form(f"route{', raw shares' if raw else ''}", "route", (_f("t", "e"),), _plain(_f("t", "e")), _ROUTE | {"normalise": not raw},
+           (("t", "k"), ("t", "k")), single={"k": 2}) for raw in (False, True)),
+    Form("route, sigmoid and groups", "route", (_f("t", "e"), _f("e")), _plain(_f("t", "e"), _f("e")),
+         _ROUTE | {"bias": True, "score": "sigmoid", "groups": 2, "group_best": 2, "scale": 2.5}, (("t", "k"), ("t", "k")),
+         single={"k": 2}),
     Form("experts", "experts", (X, Operand("i32", ("t", "k")), _f("t", "k"), _f("e", "f", "h"), _f("e", "f", "h"),
          _f("e", "h", "f")), _experts, {}, (("t", "h"),), single={"k": 2}),
     Form("append", "append", (_f("t", "kv", "d"), _f("t", "kv", "d"), Operand("i32", ("t",), "slots"), _CACHE, _CACHE), _append,

@@ -45,7 +45,7 @@ OPS: dict[str, Op] = {
         Op("mul", "pointwise", "mul", ("x", "out")),
         Op("scale", "pointwise", "scale", ("x", "out")),
         Op("cross", "pointwise", "cross", ("x", "out")),
-        Op("route", "moe", "route", ("x",)),
+        Op("route", "moe", "route", ("x", "w")),
         Op("experts", "moe", "experts", ("x", "w", "out")),
         Op("append", "attention", "append", ("x", "cache")),
         Op("rope_append", "attention", "rope_append", ("x", "out", "cache")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed.models.nn import MLP, Batch, Config, Module, RMSNorm, Rope, Routed, Stream
+from tokenspeed.models.nn import MLP, Batch, Config, Module, RMSNorm, Rope, Routed, Routing, Stream
 from tokenspeed.models.nn.decoder import decoder_dims, decoder_names
 from tokenspeed.models.qwen2 import CausalLM as Qwen2CausalLM
 from tokenspeed.models.qwen3 import Attention
@@ -12,7 +12,8 @@ class Layer(Module):
     def __init__(self, c: Config, rope: Rope, dense: bool) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
         self.attn = Attention(c, rope)
-        self.mlp = MLP() if dense else Routed(c.num_experts_per_tok, bool(c.get("norm_topk_prob", False)))
+        how = Routing(c.num_experts_per_tok, normalise=bool(c.get("norm_topk_prob", False)))
+        self.mlp = MLP() if dense else Routed(how)
 
     def forward(self, x: Stream, b: Batch) -> Stream:
         x = x + self.attn(self.norm1(x), b)

@@ -53,7 +53,8 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
             out[f"{name}.bias"] = Param(f"{name}.bias", "weight", tuple(b.spec(s, b.dtype) for s in decl.bias))
         return out
     if isinstance(decl, Weight):
-        return {name: Param(name, "weight", (b.spec(decl.spec, stored),))}
+        dtype = stored if decl.dtype == STREAM else decl.dtype
+        return {name: Param(name, "weight", (b.spec(decl.spec, dtype),))}
     if isinstance(decl, RMSNorm):
         return {name: Param(name, "weight", (b.spec(decl.spec, b.dtype),))}
     if isinstance(decl, Rope):

@@ -232,7 +232,7 @@ def _decl_key(decl: Decl) -> Any:
     if isinstance(decl, Linear):
         return ("linear", decl.text, tuple(map(str, decl.bias or ())), decl.dtype)
     if isinstance(decl, Weight):
-        return ("weight", str(decl.spec), decl.pad)
+        return ("weight", str(decl.spec), decl.pad, decl.dtype)
     if isinstance(decl, PagedAttention):
         return ("attention", str(decl.n), str(decl.kv), str(decl.d), decl.scale)
     return (type(decl).__name__, tuple(sorted((k, str(v)) for k, v in vars(decl).items() if k != "path")))

@@ -15,7 +15,7 @@ from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.models.nn.params import Matrices, PagedAttention, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, Rope, SamplingState, Weight
 
 #: entries of one block of a quantised format along a row
 BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
@@ -23,7 +23,8 @@ BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 25
 
 @dataclass
 class Names:
-    """Checkpoint names of a model's parameters, from its family's table ({i}: a list position, {e}: an expert)."""
+    """Checkpoint names of a model's parameters, from its family's table ({i}: a list position, {e}: an expert). A tensor is
+    called by its entry and `.weight` or `.bias`; by the entry alone where that starts with `=`."""
 
     table: Mapping[str, str]
     memo: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
@@ -38,12 +39,16 @@ class Names:
             return [(f"{own}.{k}{suffix}" if segments > 1 else f"{own}{suffix}",) for k in range(segments)]
         for i in index:
             text = text.replace("{i}", i)
-        parts = [tuple(alt.strip() + suffix for alt in part.split(" or ")) for part in text.split("|")]
+        parts = [tuple(_tensor(alt.strip(), suffix) for alt in part.split(" or ")) for part in text.split("|")]
         if len(parts) != segments:
             raise PlanError(
                 "P034", f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}"
             )
         return parts
+
+
+def _tensor(name: str, suffix: str) -> str:
+    return name[1:] if name.startswith("=") else name + suffix
 
 
 def choose_formats(
@@ -52,7 +57,7 @@ def choose_formats(
     """Storage format of every matrix: the checkpoint's where it can be sliced, else the stream's dtype."""
     out: dict[str, str] = {}
     for path, decl in flat.decls.items():
-        if not isinstance(decl, Matrices | Weight):
+        if not isinstance(decl, Matrices | Weight) or (isinstance(decl, Weight) and decl.dtype != STREAM):
             continue
         if isinstance(decl, Matrices) and decl.stacked:  # experts are stored as numbers: no kernel reads them in blocks
             out[path] = dtype

@@ -20,17 +20,22 @@ from tokenspeed.ir.types import Type
 
 
 class Route(Op):
-    """z [T, E] logits -> ids i32[T, K], shares f32[T, K]: the K most probable experts and their softmax probabilities.
+    """z [T, E] logits (, bias f32[E]) -> ids i32[T, K], shares f32[T, K]: the K experts of highest score and their shares.
 
-    Lowest id first among equals. attrs: `k`; `dim`, the name of K's dim; `normalise`: the K shares are scaled to sum to 1.
-    A hole (NaN) gets ids of its own choosing and NaN shares. Ranks that see a row must pick the same experts for it, so
-    logits are whole and complete.
+    A score is the softmax or the sigmoid of a logit (attr `score`), in float32. Experts are picked by score + bias, the
+    lowest id first among equals; shares are scores without the bias, with `normalise` divided by their sum, then times
+    `scale`. With `groups` > 1 only experts of the `top_groups` best of as many equal blocks of E are picked: a block counts
+    what its best expert counts, or the sum of its best `group_best`. attr `dim`: the name of K's dim. A hole (NaN) gets ids
+    of its own choosing and NaN shares. Ranks that see a row must pick the same experts for it, so logits are whole and
+    complete.
     """
 
     name = "route"
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if attrs["bias"] and ins[1].names != ins[0].names[-1:]:
+            raise RuleError("P004", f"route of {ins[0]} with the bias {ins[1]}: one bias an expert is needed")
         names = (*ins[0].names[:-1], attrs["dim"])
         return [("i32", names), ("f32", names)]
 
@@ -40,25 +45,49 @@ class Route(Op):
             raise refuse("route", axis, states, ins, "the largest of pending sums are not the largest sums", "P011",
                          example="2 ranks: [3, 0] and [0, 2]+[0, 2] have other argmaxes than [3, 4]")  # fmt: skip
         if states[0] == e:
-            raise refuse("route", axis, states, ins, f"a softmax needs the whole of {e} on every rank", "P015")
+            raise refuse("route", axis, states, ins, f"the choice needs the whole of {e} on every rank", "P015")
+        if attrs["bias"] and states[1] != "R":
+            raise refuse("route", axis, states, ins, "every rank adds the whole bias to the scores")
         return [states[0]] * 2
 
     def check_extents(
         self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
     ) -> None:
-        experts = sizes[ins[0].names[-1]]
-        if sizes[attrs["dim"]] != attrs["k"] or attrs["k"] > experts:
-            raise RuleError("P004", f"route takes k={attrs['k']} of {experts} experts into {attrs['dim']}")
+        experts, k, groups = sizes[ins[0].names[-1]], attrs["k"], attrs["groups"]
+        if sizes[attrs["dim"]] != k or k > experts:
+            raise RuleError("P004", f"route takes k={k} of {experts} experts into {attrs['dim']}")
+        if experts % groups or not attrs["group_best"] <= experts // groups:
+            raise RuleError(
+                "P004", f"route ranks {groups} groups of {experts} experts by their best {attrs['group_best']}"
+            )
+        if not 0 < attrs["top_groups"] <= groups or k > attrs["top_groups"] * (experts // groups):
+            raise RuleError(
+                "P004", f"route takes k={k} experts from {attrs['top_groups']} of {groups} groups of {experts} experts"
+            )
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        return {"k": attrs["k"], "normalise": attrs["normalise"]}
+        return {a: v for a, v in attrs.items() if a not in ("dim", "bias")}
 
-    def reference(self, z: Tensor, *, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        order = torch.where(z.isnan(), float("-inf"), z).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        picked = wide(z).softmax(-1).gather(1, order)
-        return order.int(), picked / picked.sum(-1, keepdim=True) if normalise else picked
+    def reference(
+        self, z: Tensor, bias: Tensor | None = None, *, k: int, normalise: bool, score: str = "softmax", groups: int = 1,
+        top_groups: int = 1, group_best: int = 1, scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        scores = wide(z).softmax(-1) if score == "softmax" else wide(z).sigmoid()
+        choice = torch.where(scores.isnan(), float("-inf"), scores if bias is None else scores + bias.to(scores.dtype))
+        if groups > 1:
+            blocks = choice.unflatten(-1, (groups, -1))
+            best = blocks.topk(group_best, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+            kept = torch.zeros(blocks.shape[:-1], dtype=torch.bool, device=z.device).scatter_(
+                1, best[:, :top_groups], True
+            )
+            choice = torch.where(kept[..., None], blocks, float("-inf")).flatten(-2)
+        order = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        picked = scores.gather(1, order)
+        if normalise:
+            picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        return order.int(), picked * scale
 
 
 class Experts(Op):

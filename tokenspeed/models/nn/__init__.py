@@ -15,13 +15,14 @@ from tokenspeed.models.nn.blocks import (
 )  # fmt: skip
 from tokenspeed.models.nn.config import Config, ConfigError
 from tokenspeed.models.nn.module import Module, Port, Ports
-from tokenspeed.models.nn.moe import Routed
+from tokenspeed.models.nn.moe import Mixture, Routed, Shared
 from tokenspeed.models.nn.params import (
     Experts,
     Linear,
     PagedAttention,
     RMSNorm,
     Rope,
+    Routing,
     SamplingState,
     Weight,
     add_gumbel,
@@ -38,7 +39,8 @@ from tokenspeed.models.nn.params import (
 )  # fmt: skip
 
 __all__ = [
-    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Module",
-    "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Rows", "Sampler", "SamplingState", "Stream", "Tokens",
-    "Weight", "add_gumbel", "argmax", "experts", "full_sample", "head", "lookup", "place", "route", "select_rows", "silu", "temper",
+    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Mixture",
+    "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
+    "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "head",
+    "lookup", "place", "route", "select_rows", "silu", "temper",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Routed experts: a block every mixture-of-experts decoder shares. Its sum is pending over the experts' axes."""
+"""Mixtures of experts: blocks that such decoders share. The sum of routed experts is pending over their axes, that of a
+shared expert over its own; a composite adds the two, and how they meet is the solver's choice."""
 
 from __future__ import annotations
 
@@ -6,23 +7,44 @@ from typing import Annotated
 
 from torch import Tensor
 
-from tokenspeed.models.nn.blocks import Rows
+from tokenspeed.models.nn.blocks import MLP, Rows, Stream
 from tokenspeed.models.nn.module import Module
-from tokenspeed.models.nn.params import Experts, Linear, experts, route
+from tokenspeed.models.nn.params import Experts, Linear, Routing, Weight, experts, route
 
 
 class Routed(Module):
-    """Each row through its `k` most probable experts, gated MLPs of width fe, by softmax shares.
+    """Each row through the experts that `how` picks for it, gated MLPs of width fe.
 
     `e` experts lie on `ep`, the width of each on `etp`. Every rank routes the rows it sees and adds its own experts' share.
-    `normalise`: the shares of a row sum to one.
+    `bias`: a float32 correction of the scores, for the choice alone.
     """
 
-    def __init__(self, k: int, normalise: bool) -> None:
-        self.k, self.normalise = k, normalise
+    def __init__(self, how: Routing, bias: bool = False) -> None:
+        self.how = how
         self.router = Linear("h -> e", dtype="f32")
+        self.correction = Weight("e", dtype="f32") if bias else None
         self.w13, self.w2 = Experts("e@ep h -> fe@etp | fe@etp"), Experts("e@ep fe@etp -> h")
 
     def forward(self, x: Rows) -> Annotated[Tensor, "t* h +ep? +etp"]:
-        ids, shares = route(self.router(x), self.k, normalise=self.normalise)
+        ids, shares = route(self.router(x), self.how, self.correction)
         return experts(x, ids, shares, self.w13, self.w2)
+
+
+class Shared(MLP):
+    """The expert that every row visits, a gated MLP of width fs on its own axis."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Linear("h -> fs@se | fs@se"), Linear("fs@se -> h")
+
+    def forward(self, x: Rows) -> Annotated[Tensor, "t* h +se"]:
+        return super().forward(x)
+
+
+class Mixture(Module):
+    """Routed experts beside a shared one."""
+
+    def __init__(self, routed: Routed, shared: Module) -> None:
+        self.routed, self.shared = routed, shared
+
+    def forward(self, x: Rows) -> Stream:
+        return self.routed(x) + self.shared(x)

@@ -6,8 +6,8 @@ Invariant: a declaration names dims and axes only; extents come from the model's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
 
 from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
@@ -37,11 +37,13 @@ def _read(parse: Callable[[str], T], text: str) -> T:
 
 
 class Weight(Param):
-    """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp)."""
+    """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp).
 
-    def __init__(self, spec: str, pad: tuple[str, int] | None = None) -> None:
+    dtype: default the stream's, or what the checkpoint stores in blocks; "f32" for numbers that must not be rounded."""
+
+    def __init__(self, spec: str, pad: tuple[str, int] | None = None, dtype: str = STREAM) -> None:
         self.spec: Spec = _read(parse_spec, spec)
-        self.pad = pad
+        self.pad, self.dtype = pad, dtype
         names = [d.name for d in self.spec.dims]
         if pad and pad[0] not in names:
             raise SpecError("P001", f"{caller()}: Weight({spec!r}): pad names {pad[0]!r}, which is not a dim of it")
@@ -170,10 +172,26 @@ def silu(x: Any) -> Any:
     return apply("silu", [x])
 
 
-def route(logits: Any, k: int, dim: str = "k", normalise: bool = True) -> tuple[Any, Any]:
-    """The k most probable experts of each row and their softmax shares: [T, e] -> ids i32[T, k], shares f32[T, k]. `dim`
-    names k among the model's dims; with `normalise` the k shares sum to one."""
-    return apply("route", [logits], 2, k=k, dim=dim, normalise=normalise)
+@dataclass(frozen=True)
+class Routing:
+    """How a router picks: the `k` experts of highest softmax or sigmoid `score`, of the `top_groups` best of `groups` equal
+    blocks of experts (a block counts the sum of its `group_best` best), and their shares: the scores, with `normalise`
+    divided by their sum, then times `scale`."""
+
+    k: int
+    normalise: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+
+
+def route(logits: Any, how: Routing, bias: Weight | None = None, dim: str = "k") -> tuple[Any, Any]:
+    """The experts of each row and their shares: [T, e] -> ids i32[T, k], shares f32[T, k]. `bias` f32[e] is added to the
+    scores for the choice alone; `dim` names k among the model's dims."""
+    refs = [bias.ref()] if bias else []
+    return apply("route", [logits, *refs], 2, dim=dim, bias=bool(refs), **asdict(how))
 
 
 def experts(x: Any, ids: Any, shares: Any, w13: Experts, w2: Experts) -> Any:
