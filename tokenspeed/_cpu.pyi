@@ -20,16 +20,17 @@ def rope(
     dtype: int, /,
 ) -> None: ...  # fmt: skip
 def pointwise(
-    kind: int, a: int, lda: int, b: int, ldb: int, out: int, ldo: int, rows: int, width: int, dtype: int, /
-) -> None: ...
+    kind: int, a: int, lda: int, b: int, ldb: int, out: int, ldo: int, rows: int, width: int, factor: float,
+    dtype: int, /,
+) -> None: ...  # fmt: skip
 def append(
     k: int, kt: int, kh: int, v: int, vt: int, vh: int, slot: int, kcache: int, vcache: int, cs: int, ch: int, t: int,
     kv: int, d: int, slots: int, dtype: int, cache_dtype: int, /,
 ) -> None: ...  # fmt: skip
 def attend(
     q: int, qt: int, qn: int, kcache: int, vcache: int, cs: int, ch: int, pos: int, row: int, table: int, ldt: int,
-    out: int, ot: int, on: int, t: int, n: int, kv: int, d: int, page: int, scale: float, dtype: int,
-    cache_dtype: int, /,
+    out: int, ot: int, on: int, t: int, n: int, kv: int, d: int, page: int, scale: float, window: int,
+    softcap: float, sinks: int, sinks_dtype: int, dtype: int, cache_dtype: int, /,
 ) -> None: ...  # fmt: skip
 def logits(
     z: int, ldz: int, params: int, out: int, ldo: int, value: int, index: int, s: int, v: int, offset: int,

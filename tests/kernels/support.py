@@ -13,6 +13,7 @@ from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.ir.ops.sampling import _mulhilo
 from tokenspeed.kernels import QuantWeight, register_references
 from tokenspeed.kernels.ops import OPS
+from tokenspeed.kernels.tolerance import ROUNDOFF
 
 register_references({op: fn for op, fn in REFERENCES.items() if op in OPS})
 
@@ -47,6 +48,15 @@ def strided(value: Tensor, spare: int = 5) -> Tensor:
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     """An output buffer full of NaN, as a column view of a wider one."""
     return strided(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def gelu_excess(op: str, got: Tensor, *ins: Tensor) -> float:
+    """The largest error of gelu or gelu_mul as a multiple of what is allowed. Where a gate is far below zero its weight is
+    small and known to an absolute error only: the bound is that of the operands' product."""
+    want = REFERENCES[op](*(x.double() for x in ins))
+    allowed = 4 * ROUNDOFF[got.dtype] * ins[0].double().abs() * (ins[1].double().abs() if len(ins) > 1 else 1.0) + 1e-30
+    assert torch.equal(got.isnan(), want.isnan())
+    return float(((got.double() - want).abs() / allowed).nan_to_num(0.0).max()) if got.numel() else 0.0
 
 
 def gumbel64(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tensor) -> Tensor:

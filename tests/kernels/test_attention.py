@@ -41,19 +41,23 @@ class Batch:
                 cache[slots] = torch.randn(context, kv, d)
         return cls(caches[0].to(dtype), caches[1].to(dtype), table, page)
 
-    def attend(self, q: torch.Tensor, pos: list[int], row: list[int], scale: float = 0.3) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, pos: list[int], row: list[int], sinks: torch.Tensor | None = None, **options: float
+    ) -> torch.Tensor:
         out = poisoned(*q.shape, dtype=q.dtype)
         K.get("cpu.attend").fn(
             strided(q), self.kcache, self.vcache, torch.tensor(pos, dtype=torch.int32),
-            torch.tensor(row, dtype=torch.int32), self.table, page=self.page, scale=scale, out=out,
+            torch.tensor(row, dtype=torch.int32), self.table, sinks, page=self.page, scale=0.3, out=out, **options,
         )  # fmt: skip
         return out
 
-    def check(self, q: torch.Tensor, pos: list[int], row: list[int], scale: float = 0.3) -> torch.Tensor:
-        got = self.attend(q, pos, row, scale)
+    def check(
+        self, q: torch.Tensor, pos: list[int], row: list[int], sinks: torch.Tensor | None = None, **options: float
+    ) -> torch.Tensor:
+        got = self.attend(q, pos, row, sinks, **options)
         want = REFERENCES["attend"](
             q.float(), self.kcache.float(), self.vcache.float(), torch.tensor(pos), torch.tensor(row), self.table,
-            page=self.page, scale=scale,
+            sinks, page=self.page, scale=0.3, **options,
         )  # fmt: skip
         assert tolerance("attend", q.dtype, terms=max(pos, default=0) + 1).excess(got, want) <= 1
         return got
@@ -73,6 +77,32 @@ def test_mixed_batches_against_the_reference(isa: str, dtype: torch.dtype, cache
         assert not got[holes].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1, 31, 33, 128, 150, 1000])
+def test_window_sinks_and_softcap_against_the_reference(isa: str, dtype: torch.dtype, window: int) -> None:
+    """Windows around blocks and splits. What lies before a window is poisoned: it must not be read."""
+    for n, kv, d in ((6, 2, 20), (8, 1, 64)):
+        batch = Batch.make([300, 1, 33, 290, 64], kv, d, 7, dtype)
+        pos, row = [*range(250, 283), 0, 32, 289, 5, *range(64), 0], [*[0] * 33, 1, 2, 3, -1, *[4] * 64, -1]
+        for r, first in ((0, 250), (3, 289)) if window else ():
+            p = torch.arange(max(first + 1 - window, 0))
+            slots = batch.table[r, p // 7].long() * 7 + p % 7
+            batch.kcache[slots], batch.vcache[slots] = float("nan"), float("nan")
+        sinks = torch.linspace(-4, 6, n)
+        q = 3 * torch.randn(len(pos), n, d).to(dtype)
+        for options in ({}, {"softcap": 3.0}, {"sinks": sinks}, {"softcap": 3.0, "sinks": sinks.to(dtype)}):
+            got = batch.check(q, pos, row, window=window, **options)
+            assert got.isfinite().all() and not got[torch.tensor(row) < 0].any()
+
+
+def test_a_sink_takes_its_share() -> None:
+    """Beside one key of score 0.3 a sink of 1.5 leaves e^0.3 / (e^0.3 + e^1.5) of the value."""
+    one = torch.ones(1, 1, 1)
+    batch = Batch(one, one, torch.zeros(1, 1, dtype=torch.int32), 1)
+    got = batch.attend(one, [0], [0], torch.tensor([1.5]))
+    assert torch.allclose(got, torch.full_like(got, 1 / (1 + 2.718281828**1.2)))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_few_tokens(isa: str, tokens: int) -> None:
     batch = Batch.make([600] * 7, 2, 32, 16, torch.float32)
@@ -86,22 +116,26 @@ def test_every_position_around_block_and_split_edges(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_batch_chunking_or_threads(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 100])
+def test_bits_do_not_depend_on_batch_chunking_or_threads(isa: str, dtype: torch.dtype, window: int) -> None:
     batch = Batch.make([400, 150], 3, 48, 16, dtype)
     q = torch.randn(400, 9, 48).to(dtype)
-    whole = batch.attend(q, list(range(400)), [0] * 400)
+    options = {"window": window, "sinks": torch.randn(9)} if window else {}
+    whole = batch.attend(q, list(range(400)), [0] * 400, **options)
     for chunk in (1, 7, 64):
         for start in (0, 121, 336):
             pos = list(range(start, start + chunk))
-            assert torch.equal(batch.attend(q[start : start + chunk], pos, [0] * chunk), whole[start : start + chunk])
-    mixed = batch.attend(torch.cat([q[399:], q[:150], q[31:32]]), [399, *range(150), 31], [0, *[1] * 150, 0])
+            got = batch.attend(q[start : start + chunk], pos, [0] * chunk, **options)
+            assert torch.equal(got, whole[start : start + chunk])
+    mixed = torch.cat([q[399:], q[:150], q[31:32]])
+    mixed = batch.attend(mixed, [399, *range(150), 31], [0, *[1] * 150, 0], **options)
     assert torch.equal(mixed[:1], whole[399:]) and torch.equal(mixed[-1:], whole[31:32])
     before = _cpu.threads()
     try:
         for threads in (1, 3):
             _cpu.set_threads(threads)
-            assert torch.equal(batch.attend(q, list(range(400)), [0] * 400), whole)
-            assert torch.equal(batch.attend(q[399:], [399], [0]), whole[399:])
+            assert torch.equal(batch.attend(q, list(range(400)), [0] * 400, **options), whole)
+            assert torch.equal(batch.attend(q[399:], [399], [0], **options), whole[399:])
     finally:
         _cpu.set_threads(before)
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.support import DTYPES, QUANT_FORMATS, poisoned, quantised, strided
+from tests.kernels.support import DTYPES, QUANT_FORMATS, gelu_excess, poisoned, quantised, strided
 from tokenspeed import kernels as K
 from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.tolerance import tolerance
 
 ROWS = (0, 1, 7, 64)
 WIDTHS = (1, 15, 16, 33, 576)
+BIG = torch.tensor([[-1e4, -100.0, -88.0, -0.0, 0.0, 88.0, 1e4, float("nan")]])
 
 
 def exact(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -49,13 +50,13 @@ def test_rms_norm_of_a_nan_row_and_of_zeros(isa: str) -> None:
 def test_add_rms_norm(isa: str, dtype: torch.dtype) -> None:
     for d in WIDTHS:
         for rows in ROWS:
-            w = torch.randn(d)
+            w = torch.randn(d)  # wider than a bf16 row: rounded once
             x, y = (strided(torch.randn(rows, d).to(dtype)) for _ in range(2))
             total, normed = poisoned(rows, d, dtype=dtype), poisoned(rows, d, dtype=dtype)
             K.get("cpu.add_rms_norm").fn(x, y, w, eps=1e-6, out=(total, normed))
-            want = REFERENCES["add_rms_norm"](x, y, w.to(dtype).float() if dtype == torch.float32 else w, eps=1e-6)
+            want = REFERENCES["add_rms_norm"](x, y, w, eps=1e-6)
             exact(total, want[0])
-            assert tolerance("add_rms_norm", dtype, terms=d).excess(normed, want[1].to(dtype)) <= 1
+            assert tolerance("add_rms_norm", dtype, terms=d).excess(normed, want[1]) <= 1
             # The residual stream may be updated in place.
             K.get("cpu.add_rms_norm").fn(x, y, w, eps=1e-6, out=(x, normed))
             exact(x, total)
@@ -79,9 +80,9 @@ def test_rope(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["add", "mul", "silu", "silu_mul"])
+@pytest.mark.parametrize("op", ["add", "mul", "silu", "silu_mul", "gelu", "gelu_mul"])
 def test_pointwise(isa: str, dtype: torch.dtype, op: str) -> None:
-    arity = 1 if op == "silu" else 2
+    arity = 1 if op in ("silu", "gelu") else 2
     for width in WIDTHS:
         for rows in ROWS:
             inputs = [strided((8 * torch.randn(rows, width)).to(dtype)) for _ in range(arity)]
@@ -90,12 +91,29 @@ def test_pointwise(isa: str, dtype: torch.dtype, op: str) -> None:
             want = REFERENCES[op](*inputs)
             if op in ("add", "mul"):
                 exact(out, want)
+            elif "gelu" in op:
+                assert gelu_excess(op, out, *inputs) <= 1
             else:
                 assert tolerance(op, dtype).excess(out, want) <= 1
-    big = torch.tensor([[-1e4, -100.0, -88.0, -0.0, 0.0, 88.0, 1e4, float("nan")]]).to(dtype)
-    out = torch.empty_like(big)
-    K.get("cpu.silu").fn(big, out=out)
-    assert tolerance("silu", dtype).excess(out, torch.nn.functional.silu(big)) <= 1
+    if arity == 1:
+        out = torch.empty_like(BIG.to(dtype))
+        K.get(f"cpu.{op}").fn(BIG.to(dtype), out=out)
+        if op == "gelu":
+            assert gelu_excess(op, out, BIG.to(dtype)) <= 1
+        else:
+            assert tolerance(op, dtype).excess(out, REFERENCES[op](BIG.to(dtype))) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("op", "attrs"), [("scale", {"factor": 33.941125}), ("softcap", {"cap": 30.0})])
+def test_pointwise_with_a_constant(isa: str, dtype: torch.dtype, op: str, attrs: dict[str, float]) -> None:
+    """A factor is rounded to the stream's dtype first, as an embedding's scale is; a cap is not."""
+    for x in (strided(8 * torch.randn(7, 33)).to(dtype), BIG.to(dtype)):
+        out = poisoned(*x.shape, dtype=dtype)
+        K.get(f"cpu.{op}").fn(x, **attrs, out=out)
+        assert tolerance(op, dtype).excess(out, REFERENCES[op](x, **attrs)) <= 1
+        if op == "scale":
+            exact(out.nan_to_num(7), (x * torch.tensor(33.941125, dtype=dtype)).nan_to_num(7))
 
 
 def test_pointwise_of_any_rank(isa: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import tests.kernels.interpreter  # isort: skip  # noqa: F401
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.support import DTYPES, gumbel64, poisoned, strided
+from tests.kernels.support import DTYPES, gelu_excess, gumbel64, poisoned, strided
 from tests.kernels.test_attention import Batch
 from tokenspeed import kernels as K
 from tokenspeed.ir.ops import REFERENCES
@@ -53,8 +55,11 @@ def test_pointwise(dtype: torch.dtype, rows: int) -> None:
         x, y = (strided(torch.randn(rows, width).to(dtype)) for _ in range(2))
         for op in ("add", "mul", "silu_mul"):
             check(op, x, y)
+        assert gelu_excess("gelu_mul", run("gelu_mul", x, y), x, y) <= 1
         check("silu", x)
+        assert gelu_excess("gelu", run("gelu", x), x) <= 1
         check("scale", x, factor=0.37)
+        check("softcap", x, cap=1.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,6 +79,7 @@ def test_norms(dtype: torch.dtype, rows: int) -> None:
         x, y = (strided(torch.randn(rows, width).to(dtype)) for _ in range(2))
         w = torch.randn(width).to(dtype)
         check("rms_norm", x, w, eps=1e-6, terms=width)
+        check("rms_norm", x, torch.randn(width), eps=1e-6, terms=width)
         want = REFERENCES["add_rms_norm"](x, y, w, eps=1e-6)
         total, normed = (poisoned(rows, width, dtype=dtype) for _ in range(2))
         K.get("triton.add_rms_norm").fn(x, y, w, eps=1e-6, out=(total, normed))
@@ -147,8 +153,9 @@ def test_append(dtype: torch.dtype, cache: torch.dtype) -> None:
 
 
 def attended(
-    batch: Batch, q: Tensor, pos: list[int], row: list[int], tiling: Tiling | None = None, rows: int | None = None
-) -> Tensor:
+    batch: Batch, q: Tensor, pos: list[int], row: list[int], tiling: Tiling | None = None, rows: int | None = None,
+    sinks: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """`rows`: how many rows the table has (more than tokens: the decode path); run twice, the same bits."""
     table = (
         batch.table
@@ -156,13 +163,14 @@ def attended(
         else torch.cat([batch.table, batch.table.new_full((rows, batch.table.shape[1]), -1)])
     )
     want = REFERENCES["attend"](
-        q.float(), batch.kcache.float(), batch.vcache.float(), ints(*pos), ints(*row), table, page=batch.page, scale=0.3
-    )
+        q.float(), batch.kcache.float(), batch.vcache.float(), ints(*pos), ints(*row), table, sinks, page=batch.page,
+        scale=0.3, **options,
+    )  # fmt: skip
     outs = [poisoned(*q.shape, dtype=q.dtype) for _ in range(2)]
     for out in outs:
         attend(
-            strided(q), batch.kcache, batch.vcache, ints(*pos), ints(*row), table, page=batch.page, scale=0.3, out=out,
-            tiling=tiling,
+            strided(q), batch.kcache, batch.vcache, ints(*pos), ints(*row), table, sinks, page=batch.page, scale=0.3,
+            out=out, tiling=tiling, **options,
         )  # fmt: skip
     assert torch.equal(*outs)
     assert tolerance("attend", q.dtype, terms=max(pos, default=0) + 1).excess(outs[0], want) <= 1
@@ -190,6 +198,20 @@ def test_attend_mixed_batch(
     q = torch.randn(len(pos), n, d).to(dtype)
     got = attended(batch, q, pos, row, Tiling(16, 16, parts, 16, 4, 1))
     assert not got[[i for i, r in enumerate(row) if r < 0]].any()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("window", [0, 5, 40])
+def test_attend_options(window: int, parts: int) -> None:
+    """Windows shorter and longer than steps and contexts, sinks and bent scores; in tiles and alone."""
+    batch = Batch.make([50, 1, 33, 40, 11], 2, 16, 7, torch.float32)
+    sinks = torch.tensor([-9.0, 0.0, 2.0, 9.0])
+    pos, row = [*range(39, 50), 0, 32, 39, 5, *range(11), 0], [*[0] * 11, 1, 2, 3, -1, *[4] * 11, -1]
+    q = 4 * torch.randn(len(pos), 4, 16)
+    tiling = Tiling(16, 16, parts, 16, 4, 1)
+    for options in ({"sinks": sinks}, {"softcap": 2.0, "sinks": sinks.to(torch.bfloat16)}):
+        attended(batch, q, pos, row, tiling, window=window, **options)
+        attended(batch, q[:4], [49, 32, 39, 0], [0, 2, 3, 1], tiling, rows=1, window=window, **options)
 
 
 @pytest.mark.parametrize("parts", [1, 4])

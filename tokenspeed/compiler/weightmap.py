@@ -35,7 +35,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter by absolute name. kind: weight, or rope (a table computed at load from `attrs`)."""
+    """One parameter by absolute name. kind: weight, to which the loader adds `attrs["offset"]`, if any; or rope, a table that
+    is computed at load from `attrs`."""
 
     name: str
     kind: str

@@ -128,12 +128,12 @@ def _node(
     if op == "fill":
         last = types[n.inputs[0]].names[-1]
         return [{d: taint_of(n.attrs["value"]) if d == last else t for d, t in x.items()}]
-    if op == "silu":
+    if op in ("silu", "gelu", "softcap"):
         return [{d: t if t in (ZERO, FINITE) else UNDEF for d, t in x.items()}]
     if op == "scale":
         positive = n.attrs["factor"] > 0
         return [{d: t if t != LOW or positive else UNDEF for d, t in x.items()}]
-    if op in ("mul", "silu_mul"):
+    if op in ("mul", "silu_mul", "gelu_mul"):
         return [{d: _product(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]
     if op == "add":
         return [{d: _sum(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]

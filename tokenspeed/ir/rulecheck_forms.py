@@ -138,6 +138,10 @@ def _attend(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[T
     return [q, *cache, _holes(pos, blocks), _holes(row, blocks), table]
 
 
+def _attend_with_sinks(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    return [*_attend(sizes, blocks, g), _real([sizes["n"]], g)]
+
+
 def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor:
     """Sampling parameters of `rows` requests; every second one greedy, the last of each block a hole."""
     p = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32)
@@ -214,7 +218,8 @@ FORMS: tuple[Form, ...] = (
     Form("add_rms_norm", "add_rms_norm", (X, Y, _f("h")), _plain(X, Y, _f("h")), {"eps": 1e-5}, (("t", "h"), ("t", "h"))),
     Form("rope", "rope", (H3, Operand("i32", ("t",)), _f("pos_table", "rope_dim")), _rope, {}, (("t", "n", "d"),),
          single={"rope_dim": 2}),
-    _same("silu", X), _same("mul", X, Y), _same("silu_mul", X, Y), _same("add", X, Y), _same("cross", X),
+    _same("silu", X), _same("gelu", X), _same("softcap", X, cap=1.5), _same("mul", X, Y), _same("silu_mul", X, Y),
+    _same("gelu_mul", X, Y), _same("add", X, Y), _same("cross", X),
     _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
     *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
     Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
@@ -231,6 +236,9 @@ FORMS: tuple[Form, ...] = (
            (H3, _CACHE, _CACHE, Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots")),
            _attend, {"scale": 0.5}, (("t", "n", "d"),), single={"l": 2} | ({"kv": 1} if one else {}))
       for one in (False, True)),
+    Form("attend, window, softcap and sinks", "attend",
+         (H3, _CACHE, _CACHE, Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots"), _f("n")),
+         _attend_with_sinks, {"scale": 0.5, "window": 2, "softcap": 1.5}, (("t", "n", "d"),), single={"l": 2, "kv": 1}),
     Form("temper", "temper", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("add_gumbel", "add_gumbel", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),

@@ -12,6 +12,11 @@ from torch import Tensor
 CODE: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1}  # csrc/types.h DType
 
 
+def constant(factor: float, dtype: torch.dtype) -> float:
+    """A factor of `scale` as a number of `dtype`."""
+    return factor if dtype == torch.float32 else float(torch.tensor(factor, dtype=dtype))
+
+
 def fail(op: str, **tensors: object) -> ValueError:
     """The error of a call whose arguments do not fit the op's contract: each tensor's dtype, shape and strides."""
     parts: list[str] = []

@@ -103,6 +103,7 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
         yield "rope", lambda t=t, q=q, table=table: rope.rope(q, new(t, dtype=i32), table, out=q)
         wide = new(t, model.ffn)
         yield "silu_mul", lambda wide=wide: activation.silu_mul(wide, wide, out=wide)
+        yield "gelu_mul", lambda wide=wide: activation.gelu_mul(wide, wide, out=wide)
         yield "add", lambda x=x: pointwise.add(x, x, out=x)
         k, cache = new(t, kv, d), new(1 << 16, kv, d)
         yield "append", lambda t=t, k=k, cache=cache: attention.append(k, k, new(t, dtype=i32), cache, cache)
@@ -127,6 +128,13 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
                     q, cache, cache, pos, pos, new(s, 2048, dtype=i32), page=16, scale=0.1, out=q
                 ),
             )
+            yield (
+                f"attend, {t} tokens of {s} requests, window, sinks and softcap",
+                lambda q=q, cache=cache, pos=pos, s=s: attention.attend(
+                    q, cache, cache, pos, pos, new(s, 2048, dtype=i32), new(n), page=16, scale=0.1, window=128,
+                    softcap=50.0, out=q,
+                ),
+            )  # fmt: skip
         yield "select_rows", lambda x=x: rows.select_rows(x, new(16, dtype=i32), out=new(16, h))
     for t in (1, 256):
         q, pos, cache = new(t, n, d), new(t, dtype=i32), new(1 << 16, kv, d)
@@ -134,6 +142,12 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
             f"attend, decode of {t}",
             lambda t=t, q=q, cache=cache, pos=pos: attention.attend(
                 q, cache, cache, pos, pos, new(t, 2048, dtype=i32), page=16, scale=0.1, out=q
+            ),
+        )
+        yield (
+            f"attend, decode of {t}, window and sinks",
+            lambda t=t, q=q, cache=cache, pos=pos: attention.attend(
+                q, cache, cache, pos, pos, new(t, 2048, dtype=i32), new(n), page=16, scale=0.1, window=128, out=q
             ),
         )
     for t in (1, 32, 64):
@@ -159,6 +173,8 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
     yield "silu", lambda: activation.silu(new(16, h), out=new(16, h))
     yield "mul", lambda: pointwise.mul(new(16, h), new(16, h), out=new(16, h))
     yield "scale", lambda: pointwise.scale(new(16, h), factor=0.5, out=new(16, h))
+    yield "gelu", lambda: activation.gelu(new(16, h), out=new(16, h))
+    yield "softcap", lambda: pointwise.softcap(z, cap=30.0, out=z)
     yield "fill", lambda: rows.fill(z, start=model.vocab - 100, value=float("-inf"), out=z)
     yield "temper", lambda: sampling.temper(z, params, out=z)
     yield "add_gumbel", lambda: sampling.add_gumbel(z, params, out=z)

@@ -74,6 +74,8 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device
         return first if len(parts) == 1 else QuantWeight.cat([p for p in parts if isinstance(p, QuantWeight)])
     whole = first if len(parts) == 1 else torch.cat([p for p in parts if isinstance(p, Tensor)], -2)
     is_vector = all(len(s.type.dims) == s.rows for s in e.segments)
+    if e.attrs:
+        whole += e.attrs["offset"]
     return whole.flatten() if is_vector else whole
 
 

@@ -56,7 +56,8 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         dtype = stored if decl.dtype == STREAM else decl.dtype
         return {name: Param(name, "weight", (b.spec(decl.spec, dtype),))}
     if isinstance(decl, RMSNorm):
-        return {name: Param(name, "weight", (b.spec(decl.spec, b.dtype),))}
+        dtype = b.dtype if decl.dtype == STREAM else decl.dtype
+        return {name: Param(name, "weight", (b.spec(decl.spec, dtype),))}
     if isinstance(decl, Rope):
         return {name: Param(name, "table", (Type("f32", (Dim("pos_table"), Dim("rope_dim"))),))}
     if isinstance(decl, PagedAttention):

@@ -210,22 +210,25 @@ def _localise(frame: Frame, rel: dict[str, str]) -> tuple[list[Node], Any]:
     return nodes, key
 
 
+_GATES = {"silu": "silu_mul", "gelu": "gelu_mul"}
+
+
 def _fuse_gates(nodes: list[Node]) -> list[Node]:
-    """silu(a) * b -> silu_mul(a, b), where the activation has no other use."""
+    """silu(a) * b -> silu_mul(a, b), and gelu alike, where the activation has no other use."""
     uses: dict[str, int] = {}
     for n in nodes:
         for i in n.inputs:
             uses[i] = uses.get(i, 0) + 1
-    made = {n.outputs[0]: n for n in nodes if n.op == "silu"}
+    made = {n.outputs[0]: n for n in nodes if n.op in _GATES}
     out: list[Node] = []
     dropped: set[str] = set()
     for n in nodes:
         if n.op == "mul" and n.inputs[0] in made and uses[n.inputs[0]] == 1:
             gate = made[n.inputs[0]]
             dropped.add(n.inputs[0])
-            n = Node("silu_mul", (gate.inputs[0], n.inputs[1]), n.outputs, {}, n.origin)
+            n = Node(_GATES[gate.op], (gate.inputs[0], n.inputs[1]), n.outputs, {}, n.origin)
         out.append(n)
-    return [n for n in out if not (n.op == "silu" and n.outputs[0] in dropped)]
+    return [n for n in out if not (n.op in _GATES and n.outputs[0] in dropped)]
 
 
 def _decl_key(decl: Decl) -> Any:

@@ -15,7 +15,7 @@ from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
 
 #: entries of one block of a quantised format along a row
 BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
@@ -104,6 +104,7 @@ def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> We
                 Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in, stacked)
                 for alts, t in zip(sources, param.types)
             )
-            entries.append(Entry(name, "weight", segs))
+            offset = {"offset": decl.offset} if isinstance(decl, RMSNorm) and decl.offset else None
+            entries.append(Entry(name, "weight", segs, offset))
     runs = {n: tuple(layout.runs(n)) for n in layout.groups if len(layout.runs(n)) > 1}
     return WeightMap(layout.plan, layout.sizes, runs, layout.logical, tuple(entries))

@@ -95,42 +95,50 @@ class Append(Op):
 class Attend(Op):
     """q [T, N, D], cache k, cache v [slots, KV, D], pos i32[T], row i32[T -> s], table i32[S, L -> slots] -> [T, N, D].
 
-    Token t attends positions 0..pos[t] of request row[t]; query head i reads KV head i // (N // KV). Softmax in float32.
-    Where the slots of a home block are sharded the result is pending by lse: a pair with the log-sum-exp [T, N].
+    Token t attends positions 0..pos[t] of request row[t]; query head i reads KV head i // (N // KV). Scores are q k * `scale`,
+    softmax in float32. attrs: `window`, the last positions that a token sees, its own among them; `softcap` c, which bends a
+    score x to c tanh(x / c). A further operand [N] gives each head a sink: a score beside the others whose weight goes to
+    nothing (Xiao et al., 2309.17453).
+    Where the slots of a home block are sharded the result is pending by lse: a pair with the log-sum-exp [T, N], the sink
+    counted by the first rank.
     """
 
     name = "attend"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        q, ck, cv, pos, row, table = ins
+        q, ck, cv, pos, row, table, *sinks = ins
         _index("attend", row, "its rows", table.names[0])
         _index("attend", table, "its block table", ck.names[0])
         if q.names[2:] != ck.names[2:] or ck.names != cv.names or not q.names[:1] == pos.names == row.names:
             raise RuleError("P004", f"attend of {q} over {ck}, {cv} by {pos}, {row}, {table}: the dims do not meet")
+        if len(sinks) > 1 or any(s.names != q.names[1:2] for s in sinks):
+            raise RuleError(
+                "P004", f"attend of {q} with sinks {', '.join(map(str, sinks))}: one value a query head is due"
+            )
         return [(q.dtype, q.names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        q, ck, cv, pos, row, table = states
+        q, ck, cv, pos, row, table, *sinks = states
         t, n = ins[0].names[:2]
         slots, kv = ins[1].names[:2]
         s = ins[5].names[0]
         homes = [axis in _index("attend", i, "an operand", d) for i, d in ((ins[4], s), (ins[5], slots))]
         if any(homes):
-            if all(homes) and (q, ck, cv, pos, row, table) == (t, slots, slots, t, t, s):
+            if all(homes) and (q, ck, cv, pos, row, table) == (t, slots, slots, t, t, s) and set(sinks) <= {"R"}:
                 return [t]
         elif (pos, row, table) == ("R",) * 3:
-            if (q, ck, cv) in ((n, kv, kv), (n, "R", "R")):
+            if (q, ck, cv) in ((n, kv, kv), (n, "R", "R")) and set(sinks) <= {n}:
                 return [n]
-            if (q, ck, cv) == ("R", slots, slots):
+            if (q, ck, cv) == ("R", slots, slots) and set(sinks) <= {"R"}:
                 return ["P:lse"]
-            if (q, ck, cv) == ("R",) * 3:
+            if (q, ck, cv) == ("R",) * 3 and set(sinks) <= {"R"}:
                 return ["R"]
         raise refuse(
             "attend",
             axis,
             states,
             ins,
-            "queries go with their request's cache: rows on the home axis, heads as the cache's heads",
+            "queries go with their request's cache: rows on the home axis, heads as the cache's heads and the sinks",
         )
 
     def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
@@ -141,6 +149,8 @@ class Attend(Op):
                 "V6",
                 f"the axes of {kv.name} {list(kv.axes)} must be the outer factors of those of {n.name} {list(n.axes)}",
             )
+        if any(t.dims[0].axes != n.axes for t in ins[6:]):
+            raise RuleError("V6", f"the sinks {ins[6]} do not lie as the heads {n.name} over {list(n.axes)}")
         return super().infer(ins, attrs, order, home)
 
     def check_extents(
@@ -153,18 +163,24 @@ class Attend(Op):
                 f"{n.name} is split over {list(n.axes[len(kv.axes) :])} inside one block of {kv.name}, which holds "
                 f"{sizes[kv.name] // plan.mesh.size(kv.axes)} heads: its query heads would read the wrong ones",
             )
+        if attrs.get("window", 1) < 1 or attrs.get("softcap", 1.0) <= 0:
+            raise RuleError("P004", f"attend takes a window and a softcap above zero, not {dict(attrs)}")
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        own = {"scale": attrs["scale"], "page": at.sizes["page"]}
+        own = dict(attrs) | {"page": at.sizes["page"]}
         home = ins[5].index.axes if ins[5].index else ()
-        return own | {"offset": _first_slot(ins[1], home, at), "lse": True} if _inner(ins[1], home) else own
+        if not (inner := _inner(ins[1], home)):
+            return own
+        own |= {"offset": _first_slot(ins[1], home, at), "lse": True}
+        return own | ({"sink": at.plan.mesh.index(at.rank, inner) == 0} if len(ins) > 6 else {})
 
     def reference(
-        self, q: Tensor, ck: Tensor, cv: Tensor, pos: Tensor, row: Tensor, table: Tensor, *, page: int, scale: float,
-        offset: int = 0, lse: bool = False,
+        self, q: Tensor, ck: Tensor, cv: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None = None, *,
+        page: int, scale: float, window: int = 0, softcap: float = 0.0, offset: int = 0, lse: bool = False, sink: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """`window` 0: all positions; `softcap` 0: none; `sink`: whether this rank counts the sinks."""
         out = torch.zeros_like(q)
         total = torch.full(q.shape[:2], float("-inf"), dtype=wide(q).dtype)
         group = q.shape[1] // ck.shape[1]
@@ -172,16 +188,22 @@ class Attend(Op):
             if r < 0:
                 continue
             mine = (row == r).nonzero().flatten()
-            p = torch.arange(int(pos[mine].max()) + 1)
+            at = pos[mine].long()[:, None]
+            p = torch.arange(max(int(at.min()) - window + 1, 0) if window else 0, int(at.max()) + 1)
             slots = table[r, p // page].long() * page + p % page - offset
             held = (slots >= 0) & (slots < ck.shape[0])
             p, slots = p[held], slots[held]
             k = wide(ck[slots]).to(total.dtype).repeat_interleave(group, 1)
             v = wide(cv[slots]).to(total.dtype).repeat_interleave(group, 1)
             scores = torch.einsum("tnd,pnd->ntp", wide(q[mine]), k) * scale
-            scores.masked_fill_(p[None, None, :] > pos[mine].long()[:, None], float("-inf"))
+            if softcap:
+                scores = (scores / softcap).tanh() * softcap
+            seen = (p <= at) & (p > at - window) if window else p <= at
+            scores.masked_fill_(~seen[None], float("-inf"))
             sums = scores.logsumexp(-1)
-            weights = torch.where(sums.isneginf()[..., None], 0.0, scores.softmax(-1))
+            if sinks is not None and sink:
+                sums = torch.logaddexp(sums, wide(sinks).to(sums.dtype)[:, None])
+            weights = torch.where(scores.isneginf(), 0.0, (scores - sums[..., None]).exp())
             total[mine] = sums.T
             out[mine] = torch.einsum("ntp,pnd->tnd", weights, v).to(q.dtype)
         return (out, total) if lse else out

@@ -153,7 +153,11 @@ class Linear(Op):
 
 
 class RmsNorm(Op):
-    """x [rows, *, D], w [D] -> same: x * rsqrt(mean(x^2) + eps), rounded to the stream's dtype, times w."""
+    """x [rows, *, D], w [D] -> same: x * rsqrt(mean(x^2) + eps), times w.
+
+    The first factor is rounded to x's dtype where w is no wider; a float32 w of a bfloat16 x (Gemma's) is multiplied in
+    float32.
+    """
 
     name = "rms_norm"
     in_place_ok = True
@@ -169,7 +173,8 @@ class RmsNorm(Op):
 
     def reference(self, x: Tensor, w: Tensor, *, eps: float) -> Tensor:
         f = wide(x)
-        return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+        normed = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
+        return (w * normed.to(torch.promote_types(x.dtype, w.dtype))).to(x.dtype)
 
 
 class AddRmsNorm(Op):
@@ -260,6 +265,33 @@ class SiluMul(Mul):
         return torch.nn.functional.silu(gate) * up
 
 
+class Gelu(Silu):
+    """x -> x times the normal distribution function, in its tanh form (Hendrycks and Gimpel, 1606.08415)."""
+
+    name = "gelu"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+class GeluMul(SiluMul):
+    """gelu(gate) * up; linear in `up` only."""
+
+    name = "gelu_mul"
+
+    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+class Softcap(Silu):
+    """x -> cap * tanh(x / cap), which stays within attr `cap` of zero and keeps the order of values."""
+
+    name = "softcap"
+
+    def reference(self, x: Tensor, *, cap: float) -> Tensor:
+        return ((wide(x) / cap).tanh() * cap).to(x.dtype)
+
+
 class Add(Mul):
     """x + y; linear in both together: both complete or both pending."""
 
@@ -273,7 +305,7 @@ class Add(Mul):
 
 
 class Scale(Op):
-    """x * factor, a constant."""
+    """x * factor, a constant of x's dtype."""
 
     name = "scale"
     in_place_ok = True
@@ -290,7 +322,7 @@ class Scale(Op):
         return kind in ("max", "min") and attrs["factor"] > 0
 
     def reference(self, x: Tensor, *, factor: float) -> Tensor:
-        return x * factor
+        return x * torch.tensor(factor, dtype=x.dtype)
 
 
 class Reduce(Op):
@@ -414,6 +446,9 @@ DENSE = [
     Silu(),
     Mul(),
     SiluMul(),
+    Gelu(),
+    GeluMul(),
+    Softcap(),
     Add(),
     Scale(),
     Reduce(),

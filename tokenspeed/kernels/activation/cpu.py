@@ -1,11 +1,11 @@
-"""silu and silu_mul on CPU."""
+"""silu and gelu on CPU, alone and times another operand."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tokenspeed.kernels.elementwise import register_elementwise
-from tokenspeed.kernels.pointwise.cpu import SILU, SILU_MUL, binary, unary
+from tokenspeed.kernels.pointwise.cpu import GELU, GELU_MUL, SILU, SILU_MUL, binary, unary
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
@@ -20,5 +20,16 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
     binary(SILU_MUL, gate, up, out)
 
 
+def gelu(x: Tensor, *, out: Tensor) -> None:
+    """gelu(x), by tanh; f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    unary(GELU, x, out)
+
+
+def gelu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
+    """gelu(gate) * up; f32|bf16 [T, F] with contiguous rows; `out` may be either."""
+    binary(GELU_MUL, gate, up, out)
+
+
 def register(registry: Registry, capability: Capability) -> None:
-    register_elementwise(registry, capability, (("silu", silu), ("silu_mul", silu_mul)))
+    kernels = (("silu", silu), ("silu_mul", silu_mul), ("gelu", gelu), ("gelu_mul", gelu_mul))
+    register_elementwise(registry, capability, kernels)

@@ -35,13 +35,14 @@ def append(k: Tensor, v: Tensor, slot: Tensor, kcache: Tensor, vcache: Tensor) -
 
 
 def attend(
-    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor,
-    *, page: int, scale: float, out: Tensor,
+    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None = None,
+    *, page: int, scale: float, window: int = 0, softcap: float = 0.0, out: Tensor,
 ) -> None:  # fmt: skip
-    """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L].
+    """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L]; sinks f32|bf16 [n].
 
-    Token t attends positions 0..pos[t] of request row[t]; position p lies in slot
-    table[row, p // page] * page + p % page. A token with row -1 gets zeros. Softmax in float32.
+    Token t attends positions 0..pos[t] of request row[t], of a `window` above 0 the last ones; position p lies in slot
+    table[row, p // page] * page + p % page. A token with row -1 gets zeros. Softmax in float32, scores bent by a `softcap`
+    above 0.
     """
     t, n, d = q.shape
     kv = kcache.shape[1]
@@ -57,9 +58,12 @@ def attend(
         raise fail("attend", pos=pos, row=row, table=table)
     if not (pos.is_contiguous() and row.is_contiguous()):
         raise fail("attend", pos=pos, row=row)
+    if sinks is not None and (sinks.shape != (n,) or sinks.dtype not in CODE or not sinks.is_contiguous()):
+        raise fail("attend", q=q, sinks=sinks)
     _attend(
         q.data_ptr(), qs[0], qs[1], kcache.data_ptr(), vcache.data_ptr(), cs[0], cs[1], pos.data_ptr(), row.data_ptr(),
-        table.data_ptr(), ts[0], out.data_ptr(), os[0], os[1], t, n, kv, d, page, scale, kind, cache,
+        table.data_ptr(), ts[0], out.data_ptr(), os[0], os[1], t, n, kv, d, page, scale, window, softcap,
+        0 if sinks is None else sinks.data_ptr(), 0 if sinks is None else CODE[sinks.dtype], kind, cache,
     )  # fmt: skip
 
 
@@ -83,7 +87,9 @@ def register(registry: Registry, capability: Capability) -> None:
             op="attend",
             solution="cpu",
             fn=attend,
-            signatures=tuple({"x": frozenset({name}), "cache": DENSE, "out": frozenset({name})} for name in DENSE),
+            signatures=tuple(
+                {"x": frozenset({name}), "w": DENSE, "cache": DENSE, "out": frozenset({name})} for name in DENSE
+            ),
             priority=Priority.PERFORMANT,
             capability=capability,
             native=True,

@@ -12,17 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.attention.softmax import part_of, span
+from tokenspeed.kernels.attention.softmax import part_of, settled, span
 from tokenspeed.kernels.dependent import await_inputs, prefetch
 
 
 @triton.jit
 def decode_part(
     q, q_token, q_head, kcache, vcache, c_slot, c_head, pos, row, table, table_stride, out, out_token, out_head,
-    partial, stats, counter, heads, factor,
+    partial, stats, counter, heads, factor, cap, sinks,
     KV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
-    EXACT: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP query heads a KV head, padded to PACK, in a tile of ROWS rows. TOGETHER parts are merged at once; WIDE >= PARTS.
     EARLY: bytes of a head's row, where rows are aligned to 16 bytes, else 0."""
@@ -43,7 +44,8 @@ def decode_part(
         if part == 0:
             tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
         return
-    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)  # pyright: ignore[reportGeneralTypeIssues]
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    start, end, used = part_of(first, length, part, KEYS, PARTS, LEAST)  # pyright: ignore[reportGeneralTypeIssues]
     if part >= used:
         await_inputs(PDL)
         return
@@ -68,13 +70,13 @@ def decode_part(
     total = tl.zeros([ROWS], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     acc, total, most = span(
-        acc, total, most, queries, place, keys, values, c_slot, pages, start, whole, length, factor,
-        D, WIDTH, PAGE, KEYS, False, EXACT,
+        acc, total, most, queries, place, keys, values, c_slot, pages, start, whole, length, factor, cap,
+        D, WIDTH, PAGE, KEYS, False, EXACT, WINDOW, CAP,
     )  # fmt: skip
     if whole < end:
         acc, total, most = span(
-            acc, total, most, queries, place, keys, values, c_slot, pages, whole, end, length, factor,
-            D, WIDTH, PAGE, KEYS, True, EXACT,
+            acc, total, most, queries, place, keys, values, c_slot, pages, whole, end, length, factor, cap,
+            D, WIDTH, PAGE, KEYS, True, EXACT, WINDOW, CAP,
         )  # fmt: skip
     if PARTS > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one is not)
         if used > 1:
@@ -87,18 +89,18 @@ def decode_part(
                 return
             tl.store(counter + token * KV + head, 0)
             _merge(
-                partial, stats, token * heads + head * GROUP, used, out + token * out_token, head * GROUP, out_head,
-                GROUP, PACK, D, WIDTH, PARTS, TOGETHER, WIDE,
+                partial, stats, token * heads + head * GROUP, used, out + token * out_token, head * GROUP, out_head, sinks,
+                GROUP, PACK, D, WIDTH, PARTS, SINKS, TOGETHER, WIDE,
             )  # fmt: skip
             return
-    tl.store(o_at, (acc / total[:, None]).to(kind), mask=inside)
+    tl.store(o_at, settled(acc, total, most, sinks, index, query < GROUP, SINKS).to(kind), mask=inside)
 
 
 @triton.jit
 def _merge(
-    partial, stats, first, used, out, head, out_head,
+    partial, stats, first, used, out, head, out_head, sinks,
     GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    SINKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Query heads first .. first + GROUP - 1: their `used` partial results, weighted and summed, to out."""
     query = tl.arange(0, PACK)
@@ -124,6 +126,6 @@ def _merge(
             other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         acc += tl.sum(piece * tl.exp2(peak - top[None, :])[:, :, None], axis=0)
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = settled(acc, total, top, sinks, head + query, query < GROUP, SINKS)
     target = out + (head + query).to(tl.int64)[:, None] * out_head + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=(query < GROUP)[:, None] & (column < D)[None, :])

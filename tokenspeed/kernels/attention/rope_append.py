@@ -25,11 +25,17 @@ def normed(first, second, rest, w, half, width, eps, column, past, kind, HALF: t
     inverse = tl.math.div_rn(tl.zeros_like(squares) + 1.0, tl.sqrt_rn(mean + eps))[:, None]
     w1 = tl.load(w + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
     w2 = tl.load(w + half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    first = ((first * inverse).to(kind).to(tl.float32) * w1).to(kind).to(tl.float32)
-    second = ((second * inverse).to(kind).to(tl.float32) * w2).to(kind).to(tl.float32)
+    first, second = first * inverse, second * inverse
+    if w.dtype.element_ty != tl.float32:
+        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+    first = (first * w1).to(kind).to(tl.float32)
+    second = (second * w2).to(kind).to(tl.float32)
     if REST > 0:
         w3 = tl.load(w + 2 * half + past, mask=2 * half + past < width, other=0.0).to(tl.float32)[None, :]
-        rest = ((rest * inverse).to(kind).to(tl.float32) * w3).to(kind).to(tl.float32)
+        rest = rest * inverse
+        if w.dtype.element_ty != tl.float32:
+            rest = rest.to(kind).to(tl.float32)
+        rest = (rest * w3).to(kind).to(tl.float32)
     return first, second, rest
 
 

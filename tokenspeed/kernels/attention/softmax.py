@@ -16,11 +16,12 @@ def product(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def span(
-    acc, total, most, q, place, keys, values, c_slot, table, start, end, length, factor,
+    acc, total, most, q, place, keys, values, c_slot, table, start, end, length, factor, cap,
     D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over positions start..end in steps of KEYS. MASKED: some may lie past a token's own position."""
+    """Online softmax over positions start..end in steps of KEYS. MASKED: some may lie past a token's own position, or before
+    its last WINDOW. CAP: scores are bent by `cap`, and `factor` has been divided by it."""
     column = tl.arange(0, WIDTH)
     lane = tl.arange(0, KEYS)
     # A step's pages are loaded a step ahead, so that the loads of keys and values wait for nothing and can be pipelined.
@@ -38,8 +39,13 @@ def span(
         else:
             k = tl.load(k_at)
         scores = product(q, k.to(q.dtype), EXACT) * factor
+        if CAP:  # tanh x = 1 - 2 / (1 + e^2x)
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * 2.8853900817779268))
         if MASKED:
-            scores = tl.where(at[None, :] <= place[:, None], scores, float("-inf"))
+            seen = at[None, :] <= place[:, None]
+            if WINDOW > 0:
+                seen &= at[None, :] > place[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         peak = tl.maximum(most, tl.max(scores, axis=1))
         if MASKED:  # a row without a visible key so far has peak -inf; keep -inf - -inf out
             pivot = tl.where(peak == float("-inf"), 0.0, peak)
@@ -60,9 +66,22 @@ def span(
 
 
 @triton.jit
-def part_of(length, part, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
-    """(start, end, parts used) of a part of `length` positions: at most PARTS of at least LEAST positions, each whole steps
+def settled(acc, total, most, sinks, index, live, SINKS: tl.constexpr):
+    """acc over its denominator. SINKS: those of heads `index` are a part of it."""
+    if SINKS:
+        sink = tl.load(sinks + index, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(most, sink)
+        shrink = tl.exp2(most - top)
+        total = total * shrink + tl.exp2(sink - top)
+        acc = acc * shrink[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def part_of(first, end, part, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """(start, end, parts used) of a part of positions first .. end - 1: at most PARTS of at least LEAST positions, each whole steps
     of KEYS, so that only the last one may end within a step. A part past the used ones starts at or behind its end."""
+    length = end - first
     chunk = tl.cdiv(tl.cdiv(length, tl.minimum(tl.cdiv(length, LEAST), PARTS)), KEYS) * KEYS
-    start = part * chunk
-    return start, tl.minimum(start + chunk, length), tl.cdiv(length, chunk)
+    start = first + part * chunk
+    return start, tl.minimum(start + chunk, end), tl.cdiv(length, chunk)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.decode import decode_part
-from tokenspeed.kernels.attention.softmax import part_of, span
+from tokenspeed.kernels.attention.softmax import part_of, settled, span
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
 
@@ -102,10 +102,10 @@ def plan(row, tiles, tokens, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
 @triton.jit
 def attend_tile(
     q, q_token, q_head, kcache, vcache, c_slot, c_head, pos, row, table, table_stride, out, out_token, out_head,
-    partial, stats, counter, tiles, tokens, heads, factor,
+    partial, stats, counter, tiles, tokens, heads, factor, cap, sinks,
     KV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """KV heads of GROUP query heads, padded to PACK; a tile is ROWS // PACK tokens."""
     await_inputs(PDL)
@@ -135,12 +135,13 @@ def attend_tile(
         if part == 0:
             tl.store(o_at, tl.zeros([ROWS, WIDTH], kind), mask=inside)
         return
-    start, end, used = part_of(length, part, KEYS, PARTS, LEAST)
+    nearest = tl.min(tl.where(mine, place, 2147483647), axis=0) + 1
+    first_seen = tl.maximum(nearest - WINDOW, 0) if WINDOW > 0 else 0
+    start, end, used = part_of(first_seen, length, part, KEYS, PARTS, LEAST)
     if part >= used:
         return
-    # Steps up to `whole` are visible to every token of the tile.
-    nearest = tl.min(tl.where(mine, place, 2147483647), axis=0) + 1
-    whole = start + tl.maximum(tl.minimum(end, nearest) - start, 0) // KEYS * KEYS
+    # Steps up to `whole` are visible to every token of the tile; of a window's, none is taken to be.
+    whole = start if WINDOW > 0 else start + tl.maximum(tl.minimum(end, nearest) - start, 0) // KEYS * KEYS
     q_at = q + token.to(tl.int64)[:, None] * q_token + index.to(tl.int64)[:, None] * q_head + column[None, :]
     queries = tl.load(q_at, mask=inside, other=0.0)
     if EXACT and kcache.dtype.element_ty == tl.float32:
@@ -152,12 +153,12 @@ def attend_tile(
     total = tl.zeros([ROWS], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     acc, total, most = span(
-        acc, total, most, queries, place, keys, values, c_slot, pages, start, whole, length, factor,
-        D, WIDTH, PAGE, KEYS, False, EXACT,
+        acc, total, most, queries, place, keys, values, c_slot, pages, start, whole, length, factor, cap,
+        D, WIDTH, PAGE, KEYS, False, EXACT, WINDOW, CAP,
     )  # fmt: skip
     acc, total, most = span(
-        acc, total, most, queries, place, keys, values, c_slot, pages, whole, end, length, factor,
-        D, WIDTH, PAGE, KEYS, True, EXACT,
+        acc, total, most, queries, place, keys, values, c_slot, pages, whole, end, length, factor, cap,
+        D, WIDTH, PAGE, KEYS, True, EXACT, WINDOW, CAP,
     )  # fmt: skip
     if PARTS > 1:  # noqa: SIM102 (the outer condition is a constant, the inner one is not)
         if used > 1:
@@ -184,8 +185,7 @@ def attend_tile(
                 acc = acc * old[:, None] + piece * new[:, None]
                 total = total * old + mass * new
                 most = joint
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(o_at, result.to(kind), mask=inside)
+    tl.store(o_at, settled(acc, total, most, sinks, index, mine, SINKS).to(kind), mask=inside)
 
 
 def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slots: int) -> Tiling:
@@ -215,14 +215,15 @@ def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slot
 
 
 def attend(
-    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor,
-    *, page: int, scale: float, out: Tensor, tiling: Tiling | None = None,
+    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None = None,
+    *, page: int, scale: float, window: int = 0, softcap: float = 0.0, out: Tensor, tiling: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L].
+    """q, out f32|bf16 [T, n, D]; caches f32|bf16 [slots, KV, D]; pos, row i32 [T]; table i32 [S, L]; sinks f32|bf16 [n].
 
-    Token t attends positions 0..pos[t] of request row[t]; position p lies in slot
-    table[row, p // page] * page + p % page. A token with row or position -1 gets zeros. Softmax in float32. The tokens
-    of one row are adjacent; where T <= S each token is taken alone. `tiling` overrides the choice for the shape.
+    Token t attends positions 0..pos[t] of request row[t], of a `window` above 0 the last ones; position p lies in slot
+    table[row, p // page] * page + p % page. A token with row or position -1 gets zeros. Softmax in float32, scores bent by a
+    `softcap` above 0. The tokens of one row are adjacent; where T <= S each token is taken alone. `tiling` overrides the
+    choice for the shape.
     """
     t, n, d = q.shape
     kv = kcache.shape[1]
@@ -237,6 +238,8 @@ def attend(
         raise fail("attend", pos=pos, row=row, table=table)
     if not (pos.is_contiguous() and row.is_contiguous()):
         raise fail("attend", pos=pos, row=row)
+    if sinks is not None and (sinks.shape != (n,) or sinks.dtype not in CODE or not sinks.is_contiguous()):
+        raise fail("attend", q=q, sinks=sinks)
     if t == 0 or n == 0:
         return
     rows = table.shape[0]
@@ -253,12 +256,14 @@ def attend(
     shape = {
         "KV": kv, "GROUP": n // kv, "PACK": pack, "D": d, "WIDTH": max(16, power_of_2(d)), "PAGE": page, "ROWS": cut.rows,
         "KEYS": cut.keys, "PARTS": cut.parts, "LEAST": cut.least, "EXACT": exact, "num_warps": cut.warps,
-        "num_stages": cut.stages,
+        "num_stages": cut.stages, "WINDOW": window, "CAP": softcap > 0, "SINKS": sinks is not None,
     }  # fmt: skip
+    factor, cap = (scale / softcap, softcap * LOG2_E) if softcap > 0 else (scale * LOG2_E, 0.0)
+    beside = q if sinks is None else sinks
     if not planned:
         launch(
             decode_part, (t * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
-            out, os[0], os[1], partial, stats, counter, n, scale * LOG2_E,
+            out, os[0], os[1], partial, stats, counter, n, factor, cap, beside,
             TOGETHER=max(1, MERGE_ROWS // pack), WIDE=power_of_2(cut.parts), EARLY=_aligned_row(kcache, vcache), **shape,
         )  # fmt: skip
         return
@@ -268,7 +273,7 @@ def attend(
     launch(plan, (1,), row, tiles, t, TILE=tile, BLOCK=PLAN_BLOCK, num_warps=8)
     launch(
         attend_tile, (count * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
-        out, os[0], os[1], partial, stats, counter, tiles, t, n, scale * LOG2_E, **shape,
+        out, os[0], os[1], partial, stats, counter, tiles, t, n, factor, cap, beside, **shape,
     )  # fmt: skip
 
 

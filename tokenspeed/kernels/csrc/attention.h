@@ -7,6 +7,9 @@
 // request times the query heads of a KV head (GQA packing), so K and V are read once for all of them. K blocks are
 // transposed into [d][32] and, for many queries, V blocks widened to float32, once a tile. A cache row holds all heads
 // side by side, so a decode item takes all heads block by block and reads memory in whole rows.
+//
+// Under a window a tile starts at the block of its first visible position; blocks and splits keep their places, and one
+// that a query does not see leaves the query's state as it was, so bits do not depend on the tile either.
 #pragma once
 #include "rowwise.h"
 
@@ -18,8 +21,14 @@ static constexpr int64_t kTileTokens = 16;  // consecutive tokens of a request t
 struct QueryTile {
   int64_t first, count;  // tokens
   int64_t row;           // request row of the block table; -1: a hole
+  int64_t first_pos;     // smallest position among the tokens
   int64_t last_pos;      // largest position among the tokens
 };
+
+// First position that a token at `pos` sees.
+static inline int64_t first_seen(const AttendArgs& a, int64_t pos) {
+  return a.window > 0 ? most(0, pos + 1 - a.window) : 0;
+}
 
 // Scratch of one work item: `rows` = heads * tokens * group, KV head outermost; d padded to vectors.
 struct AttendScratch {
@@ -191,11 +200,11 @@ static inline void query_groups(int64_t queries, const Fn& fn) {
 static inline float minus_infinity() { return -__builtin_inff(); }
 
 // One block of positions from `begin` on, for the queries of one KV head: scores, online softmax, weighted values.
-// Positions below `full` are visible to every query.
+// Positions from `clear` to below `full` are visible to every query.
 template <class C>
 static inline void attend_block(const AttendArgs& a, const QueryTile& tile, const BlockRows<C>& now,
-                                const Ahead<C>& ahead, int64_t begin, int64_t full, int64_t group, int64_t dp,
-                                const AttendScratch& s) {
+                                const Ahead<C>& ahead, int64_t begin, int64_t clear, int64_t full, int64_t group,
+                                int64_t dp, const AttendScratch& s) {
   const int64_t queries = tile.count * group, count = now.count;
   load_keys<C>(now, ahead, a.d, dp, s.keys);
   query_groups(queries, [&](auto n, int64_t r) {
@@ -203,8 +212,14 @@ static inline void attend_block(const AttendArgs& a, const QueryTile& tile, cons
   });
   for (int64_t r = 0; r < queries; ++r) {
     float* scores = s.scores + r * kBlockKv;
-    const int64_t visible = least(count, a.pos[tile.first + r / group] + 1 - begin);
+    const int64_t pos = a.pos[tile.first + r / group], visible = least(count, pos + 1 - begin);
+    if (a.softcap > 0.0f) {
+      const F cap = set1(a.softcap), inverse = set1(1.0f / a.softcap);
+      store(scores, mul(tanh(mul(load(scores), inverse)), cap));
+      store(scores + 16, mul(tanh(mul(load(scores + 16), inverse)), cap));
+    }
     for (int64_t p = most(0, visible); p < kBlockKv; ++p) scores[p] = minus_infinity();
+    for (int64_t p = 0; p < least(kBlockKv, first_seen(a, pos) - begin); ++p) scores[p] = minus_infinity();
     const F s0 = load(scores), s1 = load(scores + 16);
     const float block_top = hmax(max(s0, s1));
     const float top = block_top > s.top[r] ? block_top : s.top[r];
@@ -218,16 +233,18 @@ static inline void attend_block(const AttendArgs& a, const QueryTile& tile, cons
     s.top[r] = top;
   }
   const auto weigh = [&](const auto* const* values) {
-    if (begin + count <= full) {
+    if (begin >= clear && begin + count <= full) {
       query_groups(queries, [&](auto n, int64_t r) {
         accumulate<decltype(n)::value>(s.scores + r * kBlockKv, values, a.d, dp, count, s.keep + r, s.acc + r * dp);
       });
       return;
     }
-    // The causal edge: a query never touches a later value, not even with a zero weight (it may be NaN).
+    // The edges: a query never touches a value that it does not see, not even with a zero weight (it may be NaN).
     for (int64_t r = 0; r < queries; ++r) {
-      const int64_t visible = most(0, least(count, a.pos[tile.first + r / group] + 1 - begin));
-      accumulate<1>(s.scores + r * kBlockKv, values, a.d, dp, visible, s.keep + r, s.acc + r * dp);
+      const int64_t pos = a.pos[tile.first + r / group];
+      const int64_t from = least(count, most(0, first_seen(a, pos) - begin));
+      const int64_t visible = most(0, least(count, pos + 1 - begin) - from);
+      accumulate<1>(s.scores + r * kBlockKv + from, values + from, a.d, dp, visible, s.keep + r, s.acc + r * dp);
     }
   };
   if (sizeof(C) != 4 && queries > 4) {  // few queries read the values where they lie
@@ -251,8 +268,7 @@ static inline void attend_split(const AttendArgs& a, const QueryTile& tile, int6
     s.sum[r] = 0.0f;
   }
   for (int64_t i = 0; i < heads * queries * dp; i += 16) store(s.acc + i, zero());
-  int64_t full = to;
-  for (int64_t t = 0; t < tile.count; ++t) full = least(full, a.pos[tile.first + t] + 1);
+  const int64_t full = least(to, tile.first_pos + 1), clear = first_seen(a, tile.last_pos);
   const int64_t bytes = (a.ch == a.d ? heads * a.d : a.d) * static_cast<int64_t>(sizeof(C));
   const C* const zeros = reinterpret_cast<const C*>(s.zeros);
   BlockRows<C> now, next;
@@ -264,7 +280,7 @@ static inline void attend_split(const AttendArgs& a, const QueryTile& tile, int6
     for (int64_t h = 0; h < heads; ++h) {
       now.find(a, tile.row, head + h, begin, least(kBlockKv, to - begin), zeros);
       const Ahead<C> ahead{next, kBlockKv * h / heads, kBlockKv * (h + 1) / heads, bytes};
-      attend_block<C>(a, tile, now, ahead, begin, full, group, dp, s.from_row(h * queries, dp));
+      attend_block<C>(a, tile, now, ahead, begin, clear, full, group, dp, s.from_row(h * queries, dp));
     }
   }
 }
@@ -286,12 +302,23 @@ static inline void merge(int64_t queries, int64_t dp, const float* acc, const fl
   }
 }
 
+// What a query's accumulated values are multiplied by: one over its denominator, the head's sink included.
+static inline float inverse_sum(const AttendArgs& a, int64_t head, float top, float sum) {
+  if (a.sinks == nullptr) return 1.0f / sum;
+  float sink = 0.0f;
+  with_dtype(a.sinks_dtype,
+             [&](auto t) { sink = first(load_as_n(static_cast<const decltype(t)*>(a.sinks) + head, 1)); });
+  const float base = sink > top ? sink : top;
+  const float own = first(exp(set1(top - base))), rest = first(exp(set1(sink - base)));
+  return own / (sum * own + rest);
+}
+
 template <class T>
 static inline void write_out(const AttendArgs& a, const QueryTile& tile, int64_t head, int64_t group, int64_t dp,
-                             const float* acc, const float* sum) {
+                             const float* acc, const float* top, const float* sum) {
   for (int64_t r = 0; r < tile.count * group; ++r) {
     T* out = static_cast<T*>(a.out) + (tile.first + r / group) * a.ot + (head * group + r % group) * a.on;
-    const F inverse = set1(1.0f / sum[r]);
+    const F inverse = set1(inverse_sum(a, head * group + r % group, top[r], sum[r]));
     each_vector(a.d, [&](int64_t i, int lanes) { store_upto(out + i, mul(load(acc + r * dp + i), inverse), lanes); });
   }
 }
@@ -306,7 +333,11 @@ static inline void load_queries(const AttendArgs& a, const QueryTile& tile, int6
   }
 }
 
-static inline int64_t splits_of(const QueryTile& tile) { return tile.row < 0 ? 0 : tile.last_pos / kSplit + 1; }
+// The splits that a tile sees are [first_split, end_split).
+static inline int64_t first_split(const AttendArgs& a, const QueryTile& tile) {
+  return tile.row < 0 ? 0 : first_seen(a, tile.first_pos) / kSplit;
+}
+static inline int64_t end_split(const QueryTile& tile) { return tile.row < 0 ? 0 : tile.last_pos / kSplit + 1; }
 
 // Cuts the tokens into query tiles; returns their number.
 static inline int64_t make_tiles(const AttendArgs& a, QueryTile* tiles) {
@@ -316,9 +347,10 @@ static inline int64_t make_tiles(const AttendArgs& a, QueryTile* tiles) {
     QueryTile* last = count > 0 ? &tiles[count - 1] : nullptr;
     if (last != nullptr && last->row == row && last->count < kTileTokens) {
       ++last->count;
+      last->first_pos = least(last->first_pos, a.pos[t]);
       last->last_pos = most(last->last_pos, a.pos[t]);
     } else {
-      tiles[count++] = {t, 1, row, a.pos[t]};
+      tiles[count++] = {t, 1, row, a.pos[t], a.pos[t]};
     }
   }
   return count;
@@ -340,9 +372,10 @@ struct Attention {
         tiles(scratch<QueryTile>(Scratch::kTiles, static_cast<size_t>(args.t))) {
     count = make_tiles(a, tiles);
     for (int64_t i = 0; i < count; ++i) {
-      max_splits = most(max_splits, splits_of(tiles[i]));
+      max_splits = most(max_splits, end_split(tiles[i]) - first_split(a, tiles[i]));
       max_queries = most(max_queries, tiles[i].count * group);
-      work += tiles[i].count * (tiles[i].row < 0 ? 1 : tiles[i].last_pos + 1) * a.n * a.d;
+      const int64_t seen = tiles[i].row < 0 ? 1 : tiles[i].last_pos + 1 - first_seen(a, tiles[i].first_pos);
+      work += tiles[i].count * seen * a.n * a.d;
     }
     record = max_queries * (dp + 2);
   }
@@ -372,9 +405,10 @@ struct Attention {
     for (int64_t h = head; h < head_end; ++h) {
       load_queries<T>(a, tile, h, group, dp, s.from_row((h - head) * queries, dp).q);
     }
+    const int64_t start = first_seen(a, tile.first_pos) / kBlockKv * kBlockKv;
     for (int64_t split = from; split < to; ++split) {
-      const int64_t begin = split * kSplit;
-      attend_split<C>(a, tile, head, head_end, begin, least(begin + kSplit, until), until, group, dp, s);
+      const int64_t begin = most(start, split * kSplit), end = least((split + 1) * kSplit, until);
+      attend_split<C>(a, tile, head, head_end, begin, end, until, group, dp, s);
       for (int64_t h = head; h < head_end; ++h) done(split, h, s.from_row((h - head) * queries, dp));
     }
   }
@@ -401,7 +435,7 @@ struct Attention {
   }
   void finish(const QueryTile& tile, int64_t head, const float* total) const {
     const int64_t queries = tile.count * group;
-    write_out<T>(a, tile, head, group, dp, total + 2 * queries, total + queries);
+    write_out<T>(a, tile, head, group, dp, total + 2 * queries, total, total + queries);
   }
 
   template <class Fn>
@@ -431,9 +465,10 @@ struct Attention {
       }
       float* const totals = scratch<float>(Scratch::kPartials, static_cast<size_t>(heads * record));
       for (int64_t h = 0; h < heads; ++h) start(totals + h * record, queries);
-      run(tile, head, head + heads, 0, splits_of(tile), [&](int64_t, int64_t h, const AttendScratch& s) {
-        add_split(totals + (h - head) * record, queries, s.acc, s.top, s.sum);
-      });
+      run(tile, head, head + heads, first_split(a, tile), end_split(tile),
+          [&](int64_t, int64_t h, const AttendScratch& s) {
+            add_split(totals + (h - head) * record, queries, s.acc, s.top, s.sum);
+          });
       for (int64_t h = 0; h < heads; ++h) finish(tile, head + h, totals + h * record);
     });
   }
@@ -442,15 +477,16 @@ struct Attention {
   void split_contexts() const {
     float* const partials = scratch<float>(Scratch::kPanel, static_cast<size_t>(count * max_splits * a.kv * record));
     const auto partial = [&](int64_t index, int64_t split, int64_t head) {
-      return partials + ((index * max_splits + split) * a.kv + head) * record;
+      return partials + ((index * max_splits + split - first_split(a, tiles[index])) * a.kv + head) * record;
     };
     const int64_t heads = heads_an_item(count * max_splits), parts = a.kv / heads;
     const int64_t step = most(1, least(kItemSplits, count * max_splits * parts / wanted_items()));
     const int64_t ranges = ceil_div(max_splits, step);
     dispatch(count * ranges * parts, [&](int64_t item) {
-      const int64_t index = item / (parts * ranges), from = item / parts % ranges * step, head = item % parts * heads;
+      const int64_t index = item / (parts * ranges), head = item % parts * heads;
       const QueryTile& tile = tiles[index];
-      const int64_t queries = tile.count * group, to = least(from + step, splits_of(tile));
+      const int64_t from = first_split(a, tile) + item / parts % ranges * step, queries = tile.count * group;
+      const int64_t to = least(from + step, end_split(tile));
       if (from >= to) return;
       run(tile, head, head + heads, from, to, [&](int64_t split, int64_t h, const AttendScratch& s) {
         float* const out = partial(index, split, h);
@@ -471,7 +507,7 @@ struct Attention {
       const int64_t queries = tile.count * group;
       float* const total = scratch<float>(Scratch::kPartials, static_cast<size_t>(record));
       start(total, queries);
-      for (int64_t split = 0; split < splits_of(tile); ++split) {
+      for (int64_t split = first_split(a, tile); split < end_split(tile); ++split) {
         const float* from = partial(index, split, head);
         add_split(total, queries, from + 2 * queries, from, from + queries);
       }

@@ -62,10 +62,10 @@ void rope(Address x, int64_t xt, int64_t xn, Address pos, Address table, int64_t
 }
 
 void pointwise(int kind, Address a, int64_t lda, Address b, int64_t ldb, Address out, int64_t ldo, int64_t rows,
-               int64_t width, int type) {
-  if (kind < 0 || kind > 3) throw std::invalid_argument("unknown pointwise kind");
+               int64_t width, float factor, int type) {
+  if (kind < 0 || kind >= ts::kPointwiseKinds) throw std::invalid_argument("unknown pointwise kind");
   ts::submit(ts::PointwiseArgs{static_cast<ts::Pointwise>(kind), at<void>(a), lda, at<void>(b), ldb, at<void>(out), ldo,
-                               rows, width, dtype(type)});
+                               rows, width, factor, dtype(type)});
 }
 
 void append(Address k, int64_t kt, int64_t kh, Address v, int64_t vt, int64_t vh, Address slot, Address kcache,
@@ -77,7 +77,8 @@ void append(Address k, int64_t kt, int64_t kh, Address v, int64_t vt, int64_t vh
 
 void attend(Address q, int64_t qt, int64_t qn, Address kcache, Address vcache, int64_t cs, int64_t ch, Address pos,
             Address row, Address table, int64_t ldt, Address out, int64_t ot, int64_t on, int64_t t, int64_t n,
-            int64_t kv, int64_t d, int64_t page, float scale, int type, int cache_type) {
+            int64_t kv, int64_t d, int64_t page, float scale, int64_t window, float softcap, Address sinks,
+            int sinks_type, int type, int cache_type) {
   ts::submit(ts::AttendArgs{at<void>(q),
                             qt,
                             qn,
@@ -98,6 +99,10 @@ void attend(Address q, int64_t qt, int64_t qn, Address kcache, Address vcache, i
                             d,
                             page,
                             scale,
+                            window,
+                            softcap,
+                            at<void>(sinks),
+                            dtype(sinks_type),
                             dtype(type),
                             dtype(cache_type)});
 }

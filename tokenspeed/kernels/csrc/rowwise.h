@@ -30,7 +30,8 @@ static inline void with_dtype(DType dtype, const Fn& fn) {
 
 // ---- norm ----------------------------------------------------------------------------------------------------------
 
-// out = round(s * rsqrt(mean(s^2) + eps)) * w, where s = x or round(x + y): the order of Hugging Face's RMSNorm.
+// out = round(s * rsqrt(mean(s^2) + eps)) * w, where s = x or round(x + y): the order of Hugging Face's RMSNorm. Where
+// w is float32 it is rounded once, after the product: the order of Gemma's.
 template <class T, class W>
 static inline void norm_row(const T* x, const T* y, T* sum, T* out, const W* w, int64_t d, float eps) {
   F squares = zero();
@@ -45,7 +46,8 @@ static inline void norm_row(const T* x, const T* y, T* sum, T* out, const W* w, 
   const T* s = y != nullptr ? sum : x;
   const F scale = set1(1.0f / __builtin_sqrtf(hsum(squares) / static_cast<float>(d) + eps));
   each_vector(d, [&](int64_t i, int lanes) {
-    const F v = through<T>(mul(load_upto(s + i, lanes), scale));
+    F v = mul(load_upto(s + i, lanes), scale);
+    if constexpr (sizeof(W) == 2) v = through<T>(v);
     store_upto(out + i, mul(v, load_upto(w + i, lanes)), lanes);
   });
 }
@@ -103,6 +105,13 @@ static void rope(const RopeArgs& a) {
 
 static inline F silu(F x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
+// x times the normal distribution function, by tanh (Hendrycks and Gimpel, 1606.08415): (1 + tanh u) / 2 = sigmoid(2
+// u).
+static inline F gelu(F x) {
+  const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
+  return div(x, add(set1(1.0f), exp(mul(cubic, set1(-1.5957691216057308f)))));
+}
+
 template <Pointwise kKind, class T>
 static void pointwise_rows(const PointwiseArgs& a) {
   each_row(a.rows, a.rows * a.width, [&](int64_t row) {
@@ -115,6 +124,14 @@ static void pointwise_rows(const PointwiseArgs& a) {
         v = silu(v);
       } else if constexpr (kKind == Pointwise::kSiluMul) {
         v = mul(through<T>(silu(v)), load_upto(y + i, lanes));
+      } else if constexpr (kKind == Pointwise::kGelu) {
+        v = gelu(v);
+      } else if constexpr (kKind == Pointwise::kGeluMul) {
+        v = mul(through<T>(gelu(v)), load_upto(y + i, lanes));
+      } else if constexpr (kKind == Pointwise::kScale) {
+        v = mul(v, set1(a.factor));
+      } else if constexpr (kKind == Pointwise::kSoftcap) {
+        v = mul(tanh(mul(v, set1(1.0f / a.factor))), set1(a.factor));
       } else if constexpr (kKind == Pointwise::kAdd) {
         v = add(v, load_upto(y + i, lanes));
       } else {
@@ -137,6 +154,14 @@ static void pointwise(const PointwiseArgs& a) {
         return pointwise_rows<Pointwise::kAdd, T>(a);
       case Pointwise::kMul:
         return pointwise_rows<Pointwise::kMul, T>(a);
+      case Pointwise::kGelu:
+        return pointwise_rows<Pointwise::kGelu, T>(a);
+      case Pointwise::kGeluMul:
+        return pointwise_rows<Pointwise::kGeluMul, T>(a);
+      case Pointwise::kScale:
+        return pointwise_rows<Pointwise::kScale, T>(a);
+      case Pointwise::kSoftcap:
+        return pointwise_rows<Pointwise::kSoftcap, T>(a);
     }
   });
 }

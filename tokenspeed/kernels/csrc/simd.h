@@ -40,6 +40,12 @@ static inline F exp(F x) {
   return blend(dead, zero(), mul(p, as_float(shl(iadd(to_int(n), iset1(127)), 23))));
 }
 
+// tanh x, within 2e-7.
+static inline F tanh(F x) {
+  const F e = exp(add(x, x));
+  return div(sub(e, set1(1.0f)), add(e, set1(1.0f)));
+}
+
 // Natural logarithm of a positive normal x, about 1 ulp, after Cephes logf.
 static inline F log(F x) {
   const I bits = as_int(x);

@@ -104,7 +104,17 @@ struct RopeArgs {
   DType dtype;
 };
 
-enum class Pointwise : int { kSilu = 0, kSiluMul = 1, kAdd = 2, kMul = 3 };
+enum class Pointwise : int {
+  kSilu = 0,
+  kSiluMul = 1,
+  kAdd = 2,
+  kMul = 3,
+  kGelu = 4,
+  kGeluMul = 5,
+  kScale = 6,    // times `factor`
+  kSoftcap = 7,  // factor tanh(x / factor)
+};
+constexpr int kPointwiseKinds = 8;
 struct PointwiseArgs {
   Pointwise kind;
   const void* a;  // [rows, width], row stride lda
@@ -114,6 +124,7 @@ struct PointwiseArgs {
   void* out;
   int64_t ldo;
   int64_t rows, width;
+  float factor;  // of kScale and kSoftcap
   DType dtype;
 };
 
@@ -144,6 +155,10 @@ struct AttendArgs {
   int64_t ot, on;
   int64_t t, n, kv, d, page;
   float scale;
+  int64_t window;     // positions a token sees, its own the last; 0: all
+  float softcap;      // c of c tanh(score / c); 0: none
+  const void* sinks;  // [n], or null
+  DType sinks_dtype;
   DType dtype, cache_dtype;
 };
 

@@ -1,5 +1,5 @@
-"""RMS norm on CPU, with and without a residual add: float32 statistics, rounded to the activations' dtype before the
-weight is applied, as Hugging Face does."""
+"""RMS norm on CPU, with and without a residual add: float32 statistics, rounded to the activations' dtype before a
+weight of that dtype is applied, as Hugging Face does; once where the weight is float32."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""RMS norm on GPU, with and without a residual add: float32 statistics, rounded to the activations' dtype before the
-weight is applied, as Hugging Face does. Invariant: a row is held in registers by one program and read once."""
+"""RMS norm on GPU, with and without a residual add: float32 statistics, rounded to the activations' dtype before a
+weight of that dtype is applied, as Hugging Face does; once where the weight is float32. Invariant: a row is held in
+registers by one program and read once."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def rms_rows(
         value = summed.to(tl.float32)
     mean = tl.math.div_rn(tl.sum(value * value, axis=1), tl.cast(width, tl.float32))
     inverse = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-    normed = (value * inverse[:, None]).to(kind).to(tl.float32)
+    normed = value * inverse[:, None]
+    if w.dtype.element_ty != tl.float32:
+        normed = normed.to(kind).to(tl.float32)
     result = (normed * weight[None, :]).to(kind)
     tl.store(out + (outer * out_outer + within * out_inner)[:, None] + column[None, :], result, mask=inside)
 

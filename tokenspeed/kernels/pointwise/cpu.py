@@ -1,17 +1,17 @@
-"""Elementwise kernels on CPU. Invariant: computed in float32 and rounded once to the operands' dtype, but for silu_mul,
-which rounds silu(gate) first, as torch does. One C++ entry serves add, mul, silu and silu_mul."""
+"""Elementwise kernels on CPU. Invariant: computed in float32 and rounded once to the operands' dtype, but for silu_mul and
+gelu_mul, which round the activated gate first, as torch does. One C++ entry serves them all."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tokenspeed import _cpu
-from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.arguments import CODE, constant, fail
 from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
-SILU, SILU_MUL, ADD, MUL = range(4)  # csrc/types.h Pointwise
+SILU, SILU_MUL, ADD, MUL, GELU, GELU_MUL, SCALE, SOFTCAP = range(8)  # csrc/types.h Pointwise
 _pointwise = _cpu.pointwise
 
 
@@ -25,14 +25,24 @@ def mul(x: Tensor, y: Tensor, *, out: Tensor) -> None:
     binary(MUL, x, y, out)
 
 
-def unary(kind: int, x: Tensor, out: Tensor) -> None:
+def scale(x: Tensor, *, factor: float, out: Tensor) -> None:
+    """x * factor rounded to x's dtype; f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    unary(SCALE, x, out, constant(factor, x.dtype))
+
+
+def softcap(x: Tensor, *, cap: float, out: Tensor) -> None:
+    """cap * tanh(x / cap); f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    unary(SOFTCAP, x, out, cap)
+
+
+def unary(kind: int, x: Tensor, out: Tensor, factor: float = 1.0) -> None:
     if x.dim() != 2:
         x, out = _rows(x), _rows(out)
     shape, xs, os = x.shape, x.stride(), out.stride()
     dtype = CODE.get(x.dtype, -1)
     if out.shape != shape or out.dtype != x.dtype or dtype < 0 or (shape[1] != 1 and (xs[1] != 1 or os[1] != 1)):
         raise fail("pointwise", x=x, out=out)
-    _pointwise(kind, x.data_ptr(), xs[0], 0, 0, out.data_ptr(), os[0], shape[0], shape[1], dtype)
+    _pointwise(kind, x.data_ptr(), xs[0], 0, 0, out.data_ptr(), os[0], shape[0], shape[1], factor, dtype)
 
 
 def binary(kind: int, x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -44,7 +54,7 @@ def binary(kind: int, x: Tensor, y: Tensor, out: Tensor) -> None:
         raise fail("pointwise", x=x, y=y, out=out)
     if shape[1] != 1 and not xs[1] == ys[1] == os[1] == 1:
         raise fail("pointwise", x=x, y=y, out=out)
-    _pointwise(kind, x.data_ptr(), xs[0], y.data_ptr(), ys[0], out.data_ptr(), os[0], shape[0], shape[1], dtype)
+    _pointwise(kind, x.data_ptr(), xs[0], y.data_ptr(), ys[0], out.data_ptr(), os[0], shape[0], shape[1], 1.0, dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -53,4 +63,4 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    register_elementwise(registry, capability, (("add", add), ("mul", mul)))
+    register_elementwise(registry, capability, (("add", add), ("mul", mul), ("scale", scale), ("softcap", softcap)))

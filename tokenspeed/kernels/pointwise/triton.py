@@ -1,5 +1,5 @@
-"""Elementwise kernels on GPU. Invariant: computed in float32 and rounded once to the operands' dtype, but for silu_mul,
-which rounds silu(gate) first, as torch does. An element is read before it is written, so `out` may be an operand."""
+"""Elementwise kernels on GPU. Invariant: computed in float32 and rounded once to the operands' dtype, but for silu_mul and
+gelu_mul, which round the activated gate first, as torch does. An element is read before it is written, so `out` may be an operand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed.kernels.arguments import CODE, fail
+from tokenspeed.kernels.arguments import CODE, constant, fail
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2
 
-SILU, SILU_MUL, ADD, MUL, SCALE = range(5)
+SILU, SILU_MUL, ADD, MUL, SCALE, GELU, GELU_MUL, SOFTCAP = range(8)
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def elementwise(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """KIND: 0 silu(x), 1 silu(x) * y, 2 x + y, 3 x * y, 4 x * factor."""
+    """KIND: 0 silu(x), 1 silu(x) * y, 2 x + y, 3 x * y, 4 x * factor, 5 gelu(x), 6 gelu(x) * y, 7 factor * tanh(x / factor)."""
     await_inputs(PDL)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -39,11 +39,15 @@ def elementwise(
     a = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if KIND == 4:
         a = a * factor
+    if KIND == 7:  # tanh x = 1 - 2 / (1 + e^2x)
+        a = factor - 2.0 * factor / (1.0 + tl.exp(a * (2.0 / factor)))
     if KIND <= 1:
         a = a / (1.0 + tl.exp(-a))
-    if KIND == 1:
+    if (KIND == 5) | (KIND == 6):  # (1 + tanh u) / 2 = sigmoid(2 u)
+        a = a / (1.0 + tl.exp(-1.5957691216057308 * (a + 0.044715 * a * a * a)))
+    if (KIND == 1) | (KIND == 6):
         a = a.to(kind).to(tl.float32)
-    if (KIND >= 1) & (KIND <= 3):
+    if ((KIND >= 1) & (KIND <= 3)) | (KIND == 6):
         b = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
         if KIND == 2:
             a = a + b
@@ -83,8 +87,13 @@ def mul(x: Tensor, y: Tensor, *, out: Tensor) -> None:
 
 
 def scale(x: Tensor, *, factor: float, out: Tensor) -> None:
-    """x * factor; f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
-    run("scale", SCALE, x, x, out, float(factor))
+    """x * factor rounded to x's dtype; f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    run("scale", SCALE, x, x, out, constant(float(factor), x.dtype))
+
+
+def softcap(x: Tensor, *, cap: float, out: Tensor) -> None:
+    """cap * tanh(x / cap); f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    run("softcap", SOFTCAP, x, x, out, float(cap))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -29,18 +29,20 @@ from tokenspeed.models.nn.params import (
     argmax,
     experts,
     full_sample,
+    gelu,
     head,
     lookup,
     place,
     route,
     select_rows,
     silu,
+    softcap,
     temper,
 )  # fmt: skip
 
 __all__ = [
     "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Mixture",
     "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
-    "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "head",
-    "lookup", "place", "route", "select_rows", "silu", "temper",
+    "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",
+    "lookup", "place", "route", "select_rows", "silu", "softcap", "temper",
 ]  # fmt: skip

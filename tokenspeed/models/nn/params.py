@@ -120,10 +120,13 @@ class Experts(Matrices):
 
 
 class RMSNorm(Param):
-    """x * rsqrt(mean(x^2) + eps) * w over the last dim."""
+    """x * rsqrt(mean(x^2) + eps) * w over the last dim.
 
-    def __init__(self, spec: str, eps: float) -> None:
-        self.spec, self.eps = _read(parse_spec, spec), eps
+    dtype: of w, the stream's by default; with "f32" the product is rounded once. offset: w is what the checkpoint holds plus
+    this (Gemma stores w - 1)."""
+
+    def __init__(self, spec: str, eps: float, dtype: str = STREAM, offset: float = 0.0) -> None:
+        self.spec, self.eps, self.dtype, self.offset = _read(parse_spec, spec), eps, dtype, offset
 
     def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
@@ -145,10 +148,11 @@ class Rope(Param):
 class PagedAttention(Param):
     """Causal attention of this step's tokens over their requests' pages; owns one KV cache of the full-attention group.
 
-    spec: "n@tp kv@tp:kv d", query heads, KV heads, head width. scale: default d ** -0.5.
+    spec: "n@tp kv@tp:kv d", query heads, KV heads, head width. scale: of the scores. window: positions that a token sees, its
+    own the last of them (None: all before it). softcap: c bends a score x to c tanh(x / c).
     """
 
-    def __init__(self, spec: str, scale: float) -> None:
+    def __init__(self, spec: str, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         dims = [_read(parse_spec, word).dims[0] for word in spec.split()]  # of two tensors, so an axis may recur
         if len(dims) != 3:
             raise SpecError(
@@ -156,12 +160,15 @@ class PagedAttention(Param):
             )
         self.n, self.kv, self.d = dims
         self.scale = scale
+        self.options: dict[str, Any] = {k: v for k, v in (("window", window), ("softcap", softcap)) if v is not None}
 
-    def __call__(self, q: Any, k: Any, v: Any, b: Any) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, b: Any, sinks: Weight | None = None) -> Any:
+        """[t, n, d]. `sinks`: of each query head ("n@tp"), a score beside those of the keys whose weight goes to nothing."""
         current().frame.params[self.path] = self
         ck, cv = f"@{self.path}:0", f"@{self.path}:1"
         apply("append", [k, v, b.slot, ck, cv], 0)
-        return apply("attend", [q, ck, cv, b.pos, b.row, b.table], scale=self.scale)
+        extra = [sinks.ref()] if sinks else []
+        return apply("attend", [q, ck, cv, b.pos, b.row, b.table, *extra], scale=self.scale, **self.options)
 
 
 class SamplingState(Param):
@@ -170,6 +177,16 @@ class SamplingState(Param):
 
 def silu(x: Any) -> Any:
     return apply("silu", [x])
+
+
+def gelu(x: Any) -> Any:
+    """In its tanh form."""
+    return apply("gelu", [x])
+
+
+def softcap(x: Any, cap: float) -> Any:
+    """cap * tanh(x / cap)."""
+    return apply("softcap", [x], cap=float(cap))
 
 
 @dataclass(frozen=True)
