@@ -59,6 +59,7 @@ MODELS = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Mixture",
+    "Gemma3ForCausalLM",
 )
 EXPERTS = ("Qwen3MoeForCausalLM", "Mixture")
 NAMED = {
@@ -71,6 +72,16 @@ NAMED = {
 }
 
 
+#: what a family's configuration has beside the common fields, or otherwise
+OWN: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "sliding_window": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0, "rope_local_base_freq": 100.0,
+    },
+    "MistralForCausalLM": {"sliding_window": 4},
+}  # fmt: skip
+
+
 @functools.cache
 def config(model: str) -> dict[str, Any]:
     return {
@@ -79,7 +90,7 @@ def config(model: str) -> dict[str, Any]:
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": model == "MistralForCausalLM",
         "mlp_bias": model == "MistralForCausalLM", "num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 6,
         "norm_topk_prob": True, "mlp_only_layers": [0],
-    }  # fmt: skip
+    } | OWN.get(model, {})  # fmt: skip
 
 
 def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:

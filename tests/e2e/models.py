@@ -18,23 +18,28 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+CONFIGS = {
+    "gemma3": "Gemma3TextConfig", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
+}  # fmt: skip
+#: what a family has beside the common fields
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+}
+
+
 def tiny_config(kind: str, **over: Any) -> Any:
     """A transformers configuration: 8 query heads on 2 KV heads, a vocabulary of 1,003."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    import transformers
 
-    cls = {
-        "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
-    }[kind]  # fmt: skip
     common: dict[str, Any] = {
         "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
         "vocab_size": 1003, "num_hidden_layers": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
         "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
     }  # fmt: skip
-    if kind == "mistral":
-        common["sliding_window"] = None
-    if kind == "qwen3_moe":
-        common |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
-    return cls(**common | over)
+    return getattr(transformers, CONFIGS[kind])(**common | EXTRA.get(kind, {}) | over)
 
 
 def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
@@ -46,7 +51,7 @@ def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **over), dtype=torch.float32)
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if "bias" in name:
+                if "bias" in name or (kind == "gemma3" and "norm" in name):
                     p.normal_(0, 0.1)
         model.save_pretrained(path)
     return path

@@ -253,10 +253,22 @@ def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
         assert name in reason
 
 
-def test_a_multi_modal_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_multi_modal_model_the_language_model_is_read(tmp_path: Path, prefix: str) -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    plain = tokens(save_model(tmp_path / "plain", config, weights))
+    head = "language_model.lm_head" if prefix.startswith("language") else "lm_head"
+    whole = {n.replace("model.", prefix, 1).replace("lm_head", head): w for n, w in weights.items()}
+    whole["vision_tower.layers.0.weight"] = torch.zeros(4)
+    nested = {"architectures": config.pop("architectures"), "model_type": "x_vl", "text_config": config}
+    assert tokens(save_model(tmp_path / "nested", nested, whole)) == plain
+
+
+def test_a_text_config_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
-    (path / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": "x_vl", "text_config": {}}))
-    assert "multi-modal" in refusal(path)
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": 7}))
+    assert "text_config is 7" in refusal(path)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -264,12 +276,25 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         assert str(path) in refusal(path)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
-def test_a_sliding_window_is_refused_until_it_exists(tmp_path: Path, kind: str) -> None:
-    on = {"sliding_window": 64} | ({} if kind == "mistral" else {"use_sliding_window": True})
-    assert "sliding_window=64 is not supported" in refusal(tiny_model(tmp_path / "on", kind, **on))
-    off = {} if kind == "mistral" else {"sliding_window": 64, "use_sliding_window": False}
-    assert tokens(tiny_model(tmp_path / "off", kind, **off))
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_window_that_is_not_used_changes_nothing(tmp_path: Path, kind: str) -> None:
+    off = tokens(tiny_model(tmp_path / "off", kind, sliding_window=2, use_sliding_window=False))
+    assert off == tokens(tiny_model(tmp_path / "none", kind))
+    on = tiny_model(tmp_path / "on", kind, sliding_window=2, use_sliding_window=True, max_window_layers=0)
+    assert tokens(on) != off
+
+
+@pytest.mark.parametrize(
+    ("over", "named"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"layer_types": ["sliding_attention"] * 2}, "no 'sliding_window'"),
+        ({"layer_types": ["full_attention"], "sliding_window": 8}, "layer_types names 1 for 2 layers"),
+        ({"layer_types": ["chunked_attention"] * 2, "sliding_window": 8}, "chunked_attention"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(tmp_path: Path, over: dict, named: str) -> None:
+    assert named in refusal(tiny_model(tmp_path, "mistral", **over))
 
 
 def test_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  # vllm#44286

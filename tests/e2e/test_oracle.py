@@ -65,10 +65,14 @@ LLAMA3 = {
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}),
         ("mistral", {}),
+        ("mistral", {"sliding_window": 20}),
         ("qwen2", {}),
+        ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
         ("qwen3", {}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
+        ("gemma3", {}),
+        ("gemma3", {"final_logit_softcapping": 4.0, "tie_word_embeddings": False, "num_key_value_heads": 1}),
     ],
 )
 def test_tiny_models_equal_transformers(tmp_path: Path, kind: str, over: dict) -> None:

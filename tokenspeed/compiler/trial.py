@@ -29,7 +29,7 @@ def random_weights(m: WeightMap, seed: int = 0) -> dict[str, Tensor]:
     for e in m.entries:
         if e.kind == "rope":
             assert e.attrs
-            inv = 1.0 / 10000.0 ** (torch.arange(0, e.attrs["dim"], 2) / e.attrs["dim"])
+            inv = 1.0 / e.attrs["parameters"]["rope_theta"] ** (torch.arange(0, e.attrs["dim"], 2) / e.attrs["dim"])
             angle = torch.arange(e.attrs["positions"])[:, None] * inv
             out[e.name] = torch.cat([angle.cos(), angle.sin()], 1)
             continue

@@ -9,6 +9,8 @@ from typing import Any
 from tokenspeed.models.nn.config import ConfigError
 
 ARCHITECTURES: dict[str, str] = {
+    "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
+    "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
     "LlamaForCausalLM": "tokenspeed.models.llama:CausalLM",
     "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
     "Qwen2ForCausalLM": "tokenspeed.models.qwen2:CausalLM",

@@ -1,4 +1,4 @@
-"""The Llama family: SmolLM2, Llama 2 and 3.x, Mistral (without a sliding window)."""
+"""The Llama family: SmolLM2, Llama 2 and 3.x, Mistral."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tokenspeed.models.nn import (
     Tokens,
     select_rows,
 )  # fmt: skip
-from tokenspeed.models.nn.decoder import TokenIds, decoder_dims, decoder_names
+from tokenspeed.models.nn.decoder import TokenIds, decoder_dims, decoder_names, layer_windows
 
 
 class Attention(Module):
-    def __init__(self, c: Config, rope: Rope) -> None:
+    def __init__(self, c: Config, rope: Rope, window: int | None = None) -> None:
         bias = bool(c.get("attention_bias", False))
         self.qkv = Linear("h -> n@tp*d | kv@tp:kv*d | kv@tp:kv*d", bias=bias or None)
-        self.rope, self.attn = rope, PagedAttention("n@tp kv@tp:kv d", scale=c.head_dim**-0.5)
+        self.rope, self.attn = rope, PagedAttention("n@tp kv@tp:kv d", scale=c.head_dim**-0.5, window=window)
         self.o = Linear("n@tp*d -> h", bias="h +tp" if bias else None)
 
     def forward(self, x: Tokens, b: Batch) -> Partial:
@@ -38,9 +38,9 @@ class Attention(Module):
 class Layer(Module):
     attention = Attention
 
-    def __init__(self, c: Config, rope: Rope) -> None:
+    def __init__(self, c: Config, rope: Rope, window: int | None = None) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
-        self.attn, self.mlp = self.attention(c, rope), MLP(bias=bool(c.get("mlp_bias", False)))
+        self.attn, self.mlp = self.attention(c, rope, window), MLP(bias=bool(c.get("mlp_bias", False)))
 
     def forward(self, x: Stream, b: Batch) -> Stream:
         x = x + self.attn(self.norm1(x), b)
@@ -55,11 +55,14 @@ class CausalLM(Module):
 
     def __init__(self, c: Config) -> None:
         c.refuse("hidden_act", ("silu",), "this family's MLP is silu(gate) * up")
-        c.refuse("sliding_window", (), "the sliding-window cache group does not exist yet")
         self.rope = Rope(c.head_dim, c.max_position_embeddings, c.rope_parameters)
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
-        self.layers = [self.layer(c, self.rope) for _ in range(c.num_hidden_layers)]
+        self.layers = [self.layer(c, self.rope, window) for window in self.windows(c)]
         self.norm = RMSNorm("h", c.rms_norm_eps)
+
+    @staticmethod
+    def windows(c: Config) -> list[int | None]:
+        return layer_windows(c, lambda _: c.get("sliding_window") is not None)
 
     def forward(self, b: Batch) -> TokenIds:
         x = self.embed(b.ids)

@@ -9,8 +9,8 @@ from tokenspeed.models.qwen2 import CausalLM as Qwen2CausalLM
 
 
 class Attention(LlamaAttention):
-    def __init__(self, c: Config, rope: Rope) -> None:
-        super().__init__(c, rope)
+    def __init__(self, c: Config, rope: Rope, window: int | None = None) -> None:
+        super().__init__(c, rope, window)
         self.q_norm, self.k_norm = RMSNorm("d", c.rms_norm_eps), RMSNorm("d", c.rms_norm_eps)
 
     def forward(self, x: Tokens, b: Batch) -> Partial:

@@ -9,9 +9,9 @@ from tokenspeed.models.qwen3 import Attention
 
 
 class Layer(Module):
-    def __init__(self, c: Config, rope: Rope, dense: bool) -> None:
+    def __init__(self, c: Config, rope: Rope, window: int | None, dense: bool) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
-        self.attn = Attention(c, rope)
+        self.attn = Attention(c, rope, window)
         how = Routing(c.num_experts_per_tok, normalise=bool(c.get("norm_topk_prob", False)))
         self.mlp = MLP() if dense else Routed(how)
 
@@ -25,7 +25,11 @@ class CausalLM(Qwen2CausalLM):
         super().__init__(c)
         named, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
         dense = [i in named or (i + 1) % step > 0 for i in range(c.num_hidden_layers)]
-        self.layers = [Layer(c, self.rope, d) for d in dense]
+        self.layers = [Layer(c, self.rope, w, d) for w, d in zip(self.windows(c), dense)]
+
+    @staticmethod
+    def windows(c: Config) -> list[int | None]:
+        return [c.sliding_window if c.get("use_sliding_window", False) else None] * c.num_hidden_layers
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:

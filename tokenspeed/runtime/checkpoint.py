@@ -51,16 +51,17 @@ class Checkpoint(Protocol):
 
 
 class SafetensorsCheckpoint:
-    """A Hugging Face directory: config.json and one or several .safetensors files."""
+    """A Hugging Face directory: config.json and one or several .safetensors files. Of a multi-modal model it is the language
+    model, under the names that a text model has."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _read_json(path / "config.json")
-        if "text_config" in self.config and "hidden_size" not in self.config:
-            raise CheckpointError(
-                f"{path / 'config.json'} describes a multi-modal model ({self.config.get('model_type')}); only text models are supported"
-            )
+        self.config = _read_config(path / "config.json")
         self.files = self._index()
+        self.stored_as = {name: name for name in self.files}
+        if "text_config" in _read_json(path / "config.json"):
+            self.stored_as = {text: name for name in self.files if (text := _text_name(name))}
+            self.files = {text: self.files[name] for text, name in self.stored_as.items()}
         self._open: dict[str, Any] = {}
         self._missing()
 
@@ -104,6 +105,9 @@ class SafetensorsCheckpoint:
                 raise CheckpointError(f"{self.path / f} cannot be read: {e}; the download may be incomplete") from None
         return self._open[f]
 
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(self.stored_as[name])
+
     def names(self) -> Collection[str]:
         return self.files.keys()
 
@@ -111,7 +115,7 @@ class SafetensorsCheckpoint:
         if name not in self.files:
             return None
         try:
-            dtype = self._handle(name).get_slice(name).get_dtype()
+            dtype = self._slice(name).get_dtype()
         except CheckpointError:
             raise
         except Exception as e:
@@ -121,7 +125,7 @@ class SafetensorsCheckpoint:
         return _DENSE.get(dtype, dtype.lower())
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
-        part = self._handle(name).get_slice(name)
+        part = self._slice(name)
         if part.get_dtype() not in _DENSE:  # such numbers mean nothing without their scales
             raise CheckpointError(
                 f"{self.path / self.files[name]}: {name!r} is stored as {part.get_dtype()}; weights are read as "
@@ -195,6 +199,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config.json; of a multi-modal model that of its language model, with what the whole says beside it."""
+    whole = _read_json(path)
+    text = whole.get("text_config")
+    if text is None:
+        return whole
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{path}: text_config is {text!r}: it must be an object")
+    beside = {k: v for k, v in whole.items() if k != "text_config"}
+    return beside | text | {k: whole[k] for k in ("architectures",) if k in whole}
+
+
+def _text_name(name: str) -> str | None:
+    """What a text model calls a tensor of a multi-modal one; None for a tensor of another part (a vision tower)."""
+    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name if name.startswith(("lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")) else None
+
+
 def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[int, int]) -> None:
     n = 1
     for s in have:
@@ -221,7 +245,7 @@ def open_checkpoint(
         if source.suffix == ".gguf" or (str(model) == "smollm2" and not config):
             return DummyCheckpoint(_gguf(model).config, seed, model)
         path = source / "config.json" if source.is_dir() else source
-        return DummyCheckpoint(_read_json(path), seed, str(path.resolve()))
+        return DummyCheckpoint(_read_config(path), seed, str(path.resolve()))
     path = Path(model).expanduser()
     if found := _find_gguf(model, load_format):
         if load_format == "safetensors":
@@ -234,7 +258,7 @@ def open_checkpoint(
     if path.is_dir():
         described = path / "config.json" if not config or Path(config).is_dir() else Path(config)
         if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
-            return ConfigOnly(_read_json(described))
+            return ConfigOnly(_read_config(described))
         if described.resolve() != (path / "config.json").resolve():
             raise CheckpointError(f"{described} does not belong to the weights in {path}: put it there as config.json")
         return SafetensorsCheckpoint(path)

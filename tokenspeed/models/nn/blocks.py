@@ -19,6 +19,7 @@ from tokenspeed.models.nn.params import (
     head,
     lookup,
     silu,
+    softcap,
     temper,
 )  # fmt: skip
 
@@ -51,13 +52,14 @@ class Embed(Module):
 
 
 class Head(Module):
-    """Logits in float32, vocabulary-parallel."""
+    """Logits in float32, vocabulary-parallel; bent by a `cap` (see softcap), if there is one."""
 
-    def __init__(self) -> None:
-        self.w = Weight("v@vp h", pad=("v", 64))
+    def __init__(self, cap: float | None = None) -> None:
+        self.w, self.cap = Weight("v@vp h", pad=("v", 64)), cap
 
     def forward(self, x: Annotated[Tensor, "s* h"]) -> Annotated[Tensor, "s* v@vp"]:
-        return head(x, self.w)
+        z = head(x, self.w)
+        return z if self.cap is None else softcap(z, self.cap)
 
 
 class GumbelSampler(Module):
@@ -98,7 +100,9 @@ class Sampler(Module):
 
 
 class MLP(Module):
-    """Gated MLP: silu(gate) * up, column- then row-parallel."""
+    """Gated MLP: act(gate) * up, column- then row-parallel."""
+
+    act = staticmethod(silu)
 
     def __init__(self, bias: bool = False) -> None:
         self.up = Linear("h -> f@mlp | f@mlp", bias=bias or None)
@@ -106,4 +110,4 @@ class MLP(Module):
 
     def forward(self, x: Rows) -> Annotated[Tensor, "t* h +mlp"]:
         gate, up = self.up(x)
-        return self.down(silu(gate) * up)
+        return self.down(self.act(gate) * up)

@@ -22,9 +22,12 @@ class ConfigError(TokenSpeedError):
 _COUNTS = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "decoder_sparse_step",
+    "moe_intermediate_size", "decoder_sparse_step", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar",
 })  # fmt: skip
-_POSITIVE = frozenset({"rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"})
+_POSITIVE = frozenset({
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
+    "attn_logit_softcapping", "final_logit_softcapping",
+})  # fmt: skip
 
 
 def checked(name: str, value: Any) -> Any:
@@ -94,16 +97,18 @@ class Config:
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """The rope settings in one form: the newer `rope_parameters`, or the older rope_theta + rope_scaling."""
-        new = self.get("rope_parameters")
-        old = self.get("rope_scaling")
-        if not isinstance(new or old or {}, Mapping):
-            raise ConfigError(f"rope_parameters / rope_scaling is {new or old!r} in config.json: it must be an object")
-        out: dict[str, Any] = dict(new or old or {})
+        return self.rope_of(self.get("rope_parameters") or self.get("rope_scaling"))
+
+    def rope_of(self, given: Any, theta: str = "rope_theta", default: float = 10000.0) -> dict[str, Any]:
+        """One rope's settings from an object of config.json; its base may stand in the field `theta` instead."""
+        if not isinstance(given or {}, Mapping):
+            raise ConfigError(f"rope_parameters / rope_scaling is {given!r} in config.json: it must be an object")
+        out: dict[str, Any] = dict(given or {})
         if "type" in out:
             out.setdefault("rope_type", out.pop("type"))
         out.setdefault("rope_type", "default")
         if out.get("rope_theta") is None:
-            out["rope_theta"] = self.get("rope_theta", 10000.0)
+            out["rope_theta"] = self.get(theta, default)
         for key, value in out.items():
             checked(key, value)
         supported = ("default", "linear", "llama3", "divisors")

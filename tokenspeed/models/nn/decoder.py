@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from torch import Tensor
@@ -17,6 +18,19 @@ def decoder_dims(c: Config) -> dict[str, int]:
     if n % kv:
         raise ConfigError(f"num_attention_heads={n} is not a multiple of num_key_value_heads={kv}")
     return {"h": c.hidden_size, "n": n, "kv": kv, "d": c.head_dim, "f": c.intermediate_size, "v": c.vocab_size}
+
+
+def layer_windows(c: Config, sliding: Callable[[int], bool]) -> list[int | None]:
+    """Positions that each layer's attention sees, None for all: those of `layer_types`, or by layer number where the
+    configuration names none."""
+    count = c.num_hidden_layers
+    kinds = c.get("layer_types") or ["sliding_attention" if sliding(i) else "full_attention" for i in range(count)]
+    strange = sorted({str(k) for k in kinds} - {"sliding_attention", "full_attention"})
+    if strange or len(kinds) < count:
+        raise ConfigError(
+            f"layer_types names {strange or len(kinds)} for {count} layers: each must be full or sliding attention"
+        )
+    return [c.sliding_window if kind == "sliding_attention" else None for kind in kinds[:count]]
 
 
 def decoder_names(c: Config) -> dict[str, str]:
