@@ -32,8 +32,8 @@ class Under(Module):
 
 
 class Block(Layer):
-    def __init__(self, c, rope):
-        super().__init__(c, rope)
+    def __init__(self, c, rope, window):
+        super().__init__(c, rope, window)
         self.under = Under()
 
     def forward(self, x: Stream, b: Batch) -> Stream:
