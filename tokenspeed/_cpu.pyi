@@ -32,6 +32,23 @@ def attend(
     out: int, ot: int, on: int, t: int, n: int, kv: int, d: int, page: int, scale: float, window: int,
     softcap: float, sinks: int, sinks_dtype: int, dtype: int, cache_dtype: int, /,
 ) -> None: ...  # fmt: skip
+def conv(
+    pos: int, row: int, state: int, t: int, states: int, x: int, xt: int, xn: int, w: int, w_dtype: int, past: int,
+    out: int, ot: int, on: int, n: int, d: int, taps: int, dtype: int, /,
+) -> None: ...  # fmt: skip
+def delta(
+    pos: int, row: int, state: int, t: int, states: int, q: int, qt: int, qn: int, k: int, kt: int, kn: int, v: int,
+    vt: int, vn: int, decay: int, gt: int, beta: int, bt: int, memory: int, out: int, ot: int, on: int, hk: int,
+    hv: int, dk: int, dv: int, scale: float, dtype: int, /,
+) -> None: ...  # fmt: skip
+def decay(x: int, xt: int, a: int, dt: int, out: int, ot: int, t: int, n: int, dtype: int, /) -> None: ...
+def l2_norm(
+    x: int, xt: int, xn: int, out: int, ot: int, on: int, t: int, n: int, d: int, eps: float, dtype: int, /
+) -> None: ...
+def gated_norm(
+    x: int, xt: int, xn: int, z: int, zt: int, zn: int, w: int, w_dtype: int, out: int, ot: int, on: int, t: int,
+    n: int, d: int, eps: float, dtype: int, /,
+) -> None: ...  # fmt: skip
 def logits(
     z: int, ldz: int, params: int, out: int, ldo: int, value: int, index: int, s: int, v: int, offset: int,
     temper: bool,

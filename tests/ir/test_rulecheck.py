@@ -36,6 +36,10 @@ WRONG = [
     ("attend", "attend, one KV head a block", ("R", "slots", "slots", "R", "R", "R"), ["R"]),
     ("attend", "attend, one KV head a block", ("n", "R", "R", "R", "R", "R"), ["R"]), ("rope", "rope", ("d", "R", "R"), ["d"]),
     ("append", "append", ("R", "R", "R", "slots", "R"), []),
+    ("causal_conv", "causal_conv", ("t", "R", "R", "t", "t", "s"), ["t"]), ("decay", "decay", ("P", "R", "R"), ["P"]),
+    ("causal_conv", "causal_conv", ("P", "R", "R", "R", "R", "R"), ["P"]), ("l2_norm", "l2_norm", ("d",), ["d"]),
+    ("delta_rule", "delta_rule", ("t", "t", "t", "t", "t", "R", "t", "t", "s"), ["t"]),
+    ("delta_rule", "delta_rule", ("d", "d", "R", "R", "R", "d", "R", "R", "R"), ["P"]),
 ]  # fmt: skip
 
 
@@ -69,12 +73,13 @@ def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, fo
     caught(monkeypatch, Mutant(), form)
 
 
-def test_query_heads_that_read_another_block_s_head_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mutant(type(OPS["attend"])):  # type: ignore[misc]
+@pytest.mark.parametrize("op", ["attend", "delta_rule"])
+def test_heads_that_read_another_block_s_head_are_caught(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    class Mutant(type(OPS[op])):  # type: ignore[misc]
         def check_extents(self, *_: Any) -> None:
             return
 
-    caught(monkeypatch, Mutant(), "attend")
+    caught(monkeypatch, Mutant(), op)
 
 
 def caught(monkeypatch: pytest.MonkeyPatch, mutant: Op, form: str) -> None:

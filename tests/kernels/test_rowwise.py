@@ -80,9 +80,9 @@ def test_rope(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["add", "mul", "silu", "silu_mul", "gelu", "gelu_mul"])
+@pytest.mark.parametrize("op", ["add", "mul", "silu", "silu_mul", "gelu", "gelu_mul", "sigmoid"])
 def test_pointwise(isa: str, dtype: torch.dtype, op: str) -> None:
-    arity = 1 if op in ("silu", "gelu") else 2
+    arity = 1 if op in ("silu", "gelu", "sigmoid") else 2
     for width in WIDTHS:
         for rows in ROWS:
             inputs = [strided((8 * torch.randn(rows, width)).to(dtype)) for _ in range(arity)]
@@ -114,6 +114,15 @@ def test_pointwise_with_a_constant(isa: str, dtype: torch.dtype, op: str, attrs:
         assert tolerance(op, dtype).excess(out, REFERENCES[op](x, **attrs)) <= 1
         if op == "scale":
             exact(out.nan_to_num(7), (x * torch.tensor(33.941125, dtype=dtype)).nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_a_row(isa: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x, y = strided(torch.randn(7, width).to(dtype)), strided(torch.randn(7, 1).to(dtype))[:, 0]
+        out = poisoned(7, width, dtype=dtype)
+        K.get("cpu.mul_rows").fn(x, y, out=out)
+        exact(out, REFERENCES["mul_rows"](x, y))
 
 
 def test_pointwise_of_any_rank(isa: str) -> None:

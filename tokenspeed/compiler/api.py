@@ -179,6 +179,7 @@ def _ports(result: Result) -> dict[str, Any]:
     """The scheduler ABI: inputs, results and cache groups, from the program itself."""
     p = next(iter(result.programs.values()))
     caches = [q for q in p.all_params() if q.kind == "cache"]
+    groups = {"slots": ("full", "full_attention"), "states": ("state", "recurrent_state")}
 
     def shape(t: Type) -> list[str]:
         return [d.name for d in t.dims]
@@ -187,8 +188,9 @@ def _ports(result: Result) -> dict[str, Any]:
         "inputs": {n: {"dtype": t.dtype, "dims": shape(t), "type": t.text(p.plan)} for n, (t, _) in result.ports.items()},
         "results": result.results,
         "cache_groups": [
-            {"name": "full", "kind": "full_attention",
-             "caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in caches]}
+            {"name": name, "kind": kind, "caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in held]}
+            for dim, (name, kind) in groups.items()
+            if (held := [q for q in caches if q.types[0].dims[0].name == dim])
         ],
         "agreement": {k: e["agreement"] for k, e in result.explain.items()},
         "memory": {"weight_bytes": result.weight_bytes, "arena_bytes": result.arena_bytes},

@@ -30,7 +30,7 @@ ARGMAX = ("argmax", "gumbel_argmax")  # their result is a pair: the value beside
 FIXED = {"p": PARAM_WORDS, "top": TOP_LOGPROBS}
 
 #: stand-ins, at compile time, for extents of ports alone
-_OF_PORTS = {"l": 1, "slots": 1, "r": 1}
+_OF_PORTS = {"l": 1, "slots": 1, "states": 1, "r": 1}
 
 
 @dataclass

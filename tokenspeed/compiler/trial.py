@@ -19,6 +19,7 @@ from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 from tokenspeed.ir.simulate import Simulator
 
 PAGE, PAGES, WIDTH = 4, 128, 8  # KV pages a home group, and columns of the block table
+STATES = 64  # state slots a home group
 Request = tuple[int, list[int], int]  # number, ids of this step, position of the first
 
 
@@ -57,6 +58,7 @@ def runtime_sizes(p: Program) -> dict[str, int]:
     groups = p.plan.mesh.size(p.plan.home)
     return {
         "slots": PAGE * PAGES * groups,
+        "states": STATES * groups,
         "page": PAGE,
         "l": WIDTH,
         "p": PARAM_WORDS,
@@ -70,7 +72,7 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
     bucket, rows, groups = p.bucket["t"], p.bucket["s"], p.plan.mesh.size(p.plan.home)
     ports = {n: torch.full((bucket * groups,), -1, dtype=torch.int32) for n in ("ids", "pos", "slot", "row")}
     ports["table"] = torch.zeros(rows * groups, WIDTH, dtype=torch.int32)
-    ports["last"] = torch.full((rows * groups,), -1, dtype=torch.int32)
+    ports |= {n: torch.full((rows * groups,), -1, dtype=torch.int32) for n in ("last", "state")}
     params = torch.zeros(rows * groups, PARAM_WORDS, dtype=torch.int32)
     params[:, Word.FLAGS] = int(Flag.GREEDY)
     floats = torch.tensor([0.8, 1.0, 1.0]).view(torch.int32)
@@ -84,12 +86,13 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
                 ports["slot"][at] = pages[pos // PAGE] * PAGE + pos % PAGE
                 at += 1
             ports["last"][g * rows + i] = at - 1 - g * bucket
+            ports["state"][g * rows + i] = number % STATES
             row = params[g * rows + i]
             row[Word.FLAGS] = int(Flag.VALID | (Flag.GREEDY if seeds is None else 0))
             row[Word.POSITION], row[Word.SLOT] = first + len(ids), i
             row[Word.SEED_LO] = seeds[number] if seeds else 0
             row[Word.TEMPERATURE], row[Word.TOP_P], row[Word.REPETITION] = floats[0], floats[1], floats[2]
-    return ports | {"params": params}
+    return {name: port for name, port in (ports | {"params": params}).items() if name in p.ports}
 
 
 class Steps:

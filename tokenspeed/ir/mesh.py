@@ -141,10 +141,26 @@ class Plan:
         sizes = tuple(n for n in sizes if n > 1)
         if len(sizes) < 2:
             return self
+        for whole, parts in self.parts.items():
+            if axis in parts:  # a part of an axis: the axis is split anew, into more parts
+                at = parts.index(axis)
+                every = tuple(self.mesh.size(a) for a in parts)
+                return self._whole(whole).split(whole, (*every[:at], *sizes, *every[at + 1 :]))
         names = tuple(f"{axis}.{i}" for i in range(len(sizes)))
         mesh = Mesh(tuple(p for a, n in self.mesh.axes for p in (zip(names, sizes) if a == axis else [(a, n)])))
         logical = {k: tuple(p for a in v for p in (names if a == axis else (a,))) for k, v in self.logical.items()}
         return Plan(mesh, logical, dict(self.parts) | {axis: names})
+
+    def _whole(self, axis: str) -> Plan:
+        """The same plan with the parts of `axis` put together again."""
+        parts = self.parts[axis]
+        joined = [
+            (axis, self.mesh.size(parts)) if a == parts[0] else (a, n) for a, n in self.mesh.axes if a not in parts[1:]
+        ]
+        logical = {
+            k: tuple(axis if a == parts[0] else a for a in v if a not in parts[1:]) for k, v in self.logical.items()
+        }
+        return Plan(Mesh(tuple(joined)), logical, {a: p for a, p in self.parts.items() if a != axis})
 
     def fold(self, axes: Axes) -> Axes:
         """Print form: a run of all parts of a split axis becomes the axis again."""

@@ -125,6 +125,26 @@ def _node(
             for d in ins[i]:
                 need(i, d, (ZERO, FINITE), "the cache keeps what is written")
         return []
+    if op == "causal_conv":  # zero taps give zeros, of whatever finite inputs
+        for d in x:
+            need(0, d, (ZERO, FINITE), "zero taps times infinity are NaN, and the state keeps them")
+        return [{d: ins[1].get(d, x.get(d, UNDEF)) for d in outs[0]}]
+    if (
+        op == "delta_rule"
+    ):  # a padded head learns nothing of zero values, and answers with what a real one learned at most
+        for i in range(5):
+            for d in ins[i]:
+                need(i, d, (ZERO, FINITE), "the state keeps what it is told")
+        return [{d: ins[2].get(d, FINITE) for d in outs[0]}]
+    if op in ("decay", "l2_norm", "sigmoid"):
+        zero = ZERO if op == "l2_norm" else FINITE  # of zeros
+        return [{d: {ZERO: zero, FINITE: FINITE}.get(t, UNDEF) for d, t in x.items()}]
+    if op == "gated_rms_norm":
+        for d in ins[2]:
+            raise VerifyError(
+                "V5", f"{where}: gated_rms_norm over {d}, which is padded: its mean would count the padding"
+            )
+        return [{d: _product(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]
     if op == "fill":
         last = types[n.inputs[0]].names[-1]
         return [{d: taint_of(n.attrs["value"]) if d == last else t for d, t in x.items()}]
@@ -133,6 +153,8 @@ def _node(
     if op == "scale":
         positive = n.attrs["factor"] > 0
         return [{d: t if t != LOW or positive else UNDEF for d, t in x.items()}]
+    if op == "mul_rows":
+        return [{d: t if t in (ZERO, FINITE) else UNDEF for d, t in x.items()}]
     if op in ("mul", "silu_mul", "gelu_mul"):
         return [{d: _product(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]
     if op == "add":

@@ -30,7 +30,7 @@ from tokenspeed.ir.graph import row_factors
 from tokenspeed.ir.meaning import Meaning, Value
 from tokenspeed.ir.mesh import Axes, Mesh, Plan, make_plan
 from tokenspeed.ir.ops import OPS, REFERENCES, Local, Redistribute
-from tokenspeed.ir.rulecheck_forms import FORMS, PAGE, UNITS, Form
+from tokenspeed.ir.rulecheck_forms import BLOCKED, FORMS, PAGE, UNITS, Form
 from tokenspeed.ir.simulate import linear
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
@@ -95,9 +95,8 @@ class Bench:
     def expected(self) -> list[Tensor]:
         """The op on one rank, home block by home block, in float64 (an index counts from the start of its block)."""
         one = make_plan(Mesh())
-        blocked = {"t", "s", "slots", "r"}
-        sizes = {d: n // self.blocks if d in blocked else n for d, n in self.sizes.items()}
-        logical = {d: n // self.blocks if d in blocked else n for d, n in self.logical.items()}
+        sizes = {d: n // self.blocks if d in BLOCKED else n for d, n in self.sizes.items()}
+        logical = {d: n // self.blocks if d in BLOCKED else n for d, n in self.logical.items()}
         ins = [
             Type(t.dtype, t.dims, index=Dim(t.index.name) if t.index else None)
             for t in map(self.base, range(len(self.inputs)))
@@ -105,7 +104,7 @@ class Bench:
         results: list[list[Tensor]] = []
         for b in range(self.blocks):
             local = [
-                (x.unflatten(0, (self.blocks, -1))[b] if o.dims and o.dims[0] in blocked else x).clone()
+                (x.unflatten(0, (self.blocks, -1))[b] if o.dims and o.dims[0] in BLOCKED else x).clone()
                 for o, x in zip(self.form.operands, self.inputs)
             ]
             local = [x.double() if x.is_floating_point() else x for x in local]
@@ -116,7 +115,7 @@ class Bench:
             )
         dims = [*self.form.outputs, *(self.form.operands[i].dims for i in self.form.stored)]
         return [
-            torch.cat(parts) if d[0] in blocked else parts[0]
+            torch.cat(parts) if d[0] in BLOCKED else parts[0]
             for d, parts in zip(dims, ([_index_of(r[k]) for r in results] for k in range(len(dims))))
         ]
 
@@ -204,8 +203,12 @@ def options(form: Form, i: int) -> list[str]:
 
 def combinations(form: Form) -> Iterator[tuple[str, ...]]:
     """States of all operands; where there are many operands, at most one of them pending."""
-    for combo in itertools.product(*(options(form, i) for i in range(len(form.operands)))):
-        if len(combo) < 5 or sum(s[0] == "P" for s in combo) <= 1:
+    every = [options(form, i) for i in range(len(form.operands))]
+    free = [i for i in range(len(every)) if i not in form.tied]
+    for picked in itertools.product(*(range(len(every[i])) for i in free)):
+        at = dict(zip(free, picked))
+        combo = tuple(states[at[form.tied.get(i, i)]] for i, states in enumerate(every))
+        if len(combo) < 5 or sum(combo[i][0] == "P" for i in free) <= 1:
             yield combo
 
 
@@ -343,7 +346,7 @@ def _other(b: Bench, axis: str, combo: tuple[str, ...]) -> bool:
     """Whether the row is legal beside the home axis' own row (an index op has none without it)."""
     if axis in b.plan.home or not b.plan.home:
         return False
-    rows = [o.dims[0] if o.dims and o.dims[0] in ("t", "s", "slots", "r") else "R" for o in b.form.operands]
+    rows = [o.dims[0] if o.dims and o.dims[0] in BLOCKED else "R" for o in b.form.operands]
     return declared(b, b.types([{**dict.fromkeys(b.plan.home, r), axis: s} for r, s in zip(rows, combo)])) is not None
 
 

@@ -30,9 +30,11 @@ UNITS = {
     "slots": 8,
     "l": 2,
     "r": 4,
+    "states": 4,
     "pos_table": 8,
 }
 PAGE = 2
+BLOCKED = frozenset({"t", "s", "slots", "states", "r"})  # dims of which each home group has a block
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Form:
     stored: tuple[int, ...] = ()
     padded: str = ""
     single: Mapping[str, int] = field(default_factory=dict)  # extents that do not grow with the ranks
+    tied: Mapping[int, int] = field(
+        default_factory=dict
+    )  # operand -> the one before that it lies like: no row parts them
 
 
 def _real(shape: list[int], g: torch.Generator) -> Tensor:
@@ -142,6 +147,29 @@ def _attend_with_sinks(sizes: Mapping[str, int], blocks: int, g: torch.Generator
     return [*_attend(sizes, blocks, g), _real([sizes["n"]], g)]
 
 
+def _scan(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """pos, row, state: the tokens of a block belong to one or two requests in turn, of which the first starts afresh."""
+    t, s = sizes["t"] // blocks, sizes["s"] // blocks
+    first = min(max(t // 2, 1), t - 1)
+    pos = torch.cat([torch.arange(first), 5 + torch.arange(t - first)]).int().repeat(blocks)
+    row = torch.cat([torch.full((first,), s - 1), torch.zeros(t - first)]).int().repeat(blocks)
+    slots = [torch.randperm(sizes["states"] // blocks, generator=g)[:s] for _ in range(blocks)]
+    return [_holes(pos, blocks), _holes(row, blocks), torch.cat(slots).int()]
+
+
+def _conv(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    n, d, taps = sizes["n"], sizes["d"], sizes["taps"]
+    x, past = _real([sizes["t"], n, d], g), _real([sizes["states"], taps - 1, n, d], g)
+    return [_holes(x, blocks), _real([n, d, taps], g), past, *_scan(sizes, blocks, g)]
+
+
+def _delta(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    t, hk, hv, dk, dv = (sizes[d] for d in ("t", "kv", "n", "d", "h"))
+    values = [_real([t, hk, dk], g) / 2, _real([t, hk, dk], g) / 2, _real([t, hv, dv], g)]
+    values += [-torch.rand(t, hv, generator=g).double(), torch.rand(t, hv, generator=g).double()]
+    return [*(_holes(x, blocks) for x in values), _real([sizes["states"], hv, dk, dv], g), *_scan(sizes, blocks, g)]
+
+
 def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor:
     """Sampling parameters of `rows` requests; every second one greedy, the last of each block a hole."""
     p = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32)
@@ -197,6 +225,7 @@ _LIN = {"in_dims": ("h",), "segments": 1, "bias": False, "dtype": "f32"}
 _CACHE = _f("slots", "kv", "d")
 _ROUTE = {"k": 2, "dim": "k", "bias": False, "normalise": True, "score": "softmax", "groups": 1, "top_groups": 1,
           "group_best": 1, "scale": 1.0}  # fmt: skip
+_SEGMENTS = (Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s",), "states"))
 
 
 def _same(op: str, *operands: Operand, name: str = "", pad: str = "", **attrs: Any) -> Form:
@@ -220,6 +249,7 @@ FORMS: tuple[Form, ...] = (
          single={"rope_dim": 2}),
     _same("silu", X), _same("gelu", X), _same("softcap", X, cap=1.5), _same("mul", X, Y), _same("silu_mul", X, Y),
     _same("gelu_mul", X, Y), _same("add", X, Y), _same("cross", X),
+    _same("sigmoid", X), _same("mul_rows", X, _f("t")),
     _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
     *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
     Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
@@ -239,6 +269,14 @@ FORMS: tuple[Form, ...] = (
     Form("attend, window, softcap and sinks", "attend",
          (H3, _CACHE, _CACHE, Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots"), _f("n")),
          _attend_with_sinks, {"scale": 0.5, "window": 2, "softcap": 1.5}, (("t", "n", "d"),), single={"l": 2, "kv": 1}),
+    Form("causal_conv", "causal_conv",
+         (H3, _f("n", "d", "taps"), _f("states", "past", "n", "d"), *_SEGMENTS), _conv, {}, (("t", "n", "d"),), stored=(2,),
+         single={"taps": 3, "past": 2}, tied={4: 3, 5: 3}),
+    *(Form(f"delta_rule{', one key head a block' if one else ''}", "delta_rule",
+           (_f("t", "kv", "d"), _f("t", "kv", "d"), _f("t", "n", "h"), _f("t", "n"), _f("t", "n"), _f("states", "n", "d", "h"),
+            *_SEGMENTS), _delta, {"scale": 0.5}, (("t", "n", "h"),), stored=(5,), single={"kv": 1} if one else {},
+           tied={1: 0, 4: 3, 7: 6, 8: 6}) for one in (False, True)),
+    _same("decay", _f("t", "n"), _f("n"), _f("n")), _same("l2_norm", H3, eps=1e-6), _same("gated_rms_norm", H3, H3, _f("d"), eps=1e-5),
     Form("temper", "temper", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("add_gumbel", "add_gumbel", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),

@@ -131,7 +131,7 @@ def _verify_leaf_caches(name: str, leaf: Leaf) -> None:
         caches = {
             i.split(":")[0] for i in n.inputs if i.startswith("@") and leaf.params[i[1:].split(":")[0]].kind == "cache"
         }
-        if n.op == "append":
+        if OPS[n.op].writes_cache:
             if caches & written:
                 raise VerifyError("V11", f"leaf @{name}: cache {sorted(caches)} is written twice in one step")
             written |= caches

@@ -38,8 +38,9 @@ def register_builtin(registry: Registry) -> None:
     from tokenspeed.kernels.rope import cpu as rope
     from tokenspeed.kernels.rows import cpu as rows
     from tokenspeed.kernels.sampling import cpu as sampling
+    from tokenspeed.kernels.state import cpu as state
 
     capability = Capability("cpu", features=frozenset({"cpu_extension"}))
-    for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling, moe):
+    for family in (gemm, embedding, norm, rope, activation, pointwise, attention, rows, sampling, moe, state):
         family.register(registry, capability)
     fused.register(registry, capability)

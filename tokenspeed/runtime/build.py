@@ -17,7 +17,7 @@ from tokenspeed.compiler.artifact import Artifact, is_artifact
 from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
-from tokenspeed.runtime.executor import RankConfig, cache_bytes_per_token, open_artifact
+from tokenspeed.runtime.executor import RankConfig, cache_bytes, open_artifact
 from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
@@ -58,13 +58,17 @@ def build_engine(config: EngineConfig) -> Built:
     buckets = artifact.buckets
     dp = artifact.plan.mesh.size(artifact.plan.home)
     max_rows = max(s for _, s in buckets)
-    token_bytes = cache_bytes_per_token(artifact.program(m["variants"][0], buckets[0][0]))
+    program = artifact.program(m["variants"][0], buckets[0][0])
+    token_bytes, state_bytes = cache_bytes(program, "slots"), cache_bytes(program, "states")
     taken = 0 if m["device"] == "cpu" else _gpu_bytes(artifact, max_rows)
-    pages = config.num_pages or _pages(config, token_bytes, ranks, length, max_rows, taken)
+    room, useful = _room(config, ranks, taken), max_rows * (-(-length // config.page_size) + 1)
+    _check_states(room, state_bytes, max_rows, config.num_pages)
+    pages = config.num_pages or _pages(config, token_bytes, room, state_bytes * max_rows, useful)
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
-            max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk, prefix_cache=config.enable_prefix_caching,
+            max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk,
+            prefix_cache=config.enable_prefix_caching and not state_bytes,  # a prefix's pages are no use without its state
             max_in_flight=config.overlap_depth + 1,
         )
     )  # fmt: skip
@@ -83,6 +87,8 @@ def build_engine(config: EngineConfig) -> Built:
         "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
                     f"{token_bytes * pages * config.page_size / 2**20:.0f} MiB a rank",
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
+        **({"states": f"{max_rows} requests a group, {state_bytes * max_rows / 2**20:.0f} MiB a rank; no prefix is shared"}
+           if state_bytes else {}),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
     return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary)
@@ -116,11 +122,18 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
 
 
-def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_rows: int, taken: int) -> int:
-    """Pages a home group: what `memory_fraction` of the free memory holds on every rank, at most what can be used.
+@dataclass(frozen=True)
+class _Room:
+    """Memory for caches on one rank: bytes free on the machine, and the share of them that caches may take."""
 
-    On a GPU the fraction is of its free memory, and what weights and buffers take (`taken` bytes) comes off it.
-    """
+    free: float
+    budget: float
+    share: str  # in words
+
+
+def _room(config: EngineConfig, ranks: int, taken: int) -> _Room:
+    """What `memory_fraction` of the free memory gives every rank. On a GPU the fraction is of its free memory, and what
+    weights and buffers take (`taken` bytes) comes off it."""
     if taken:
         import torch
 
@@ -128,12 +141,29 @@ def _pages(config: EngineConfig, token_bytes: int, ranks: int, length: int, max_
     else:
         free, fraction = free_memory(), config.memory_fraction or CPU_FRACTION
     budget = max(free * fraction / ranks - taken, 0)
-    pages = int(budget // (token_bytes * config.page_size))
-    useful = max_rows * (-(-length // config.page_size) + 1)
-    if pages < 2:
+    share = f"{fraction:.0%} of {free / 2**20:.0f} MiB free memory is {budget / 2**20:.0f} MiB a rank"
+    return _Room(max(free / ranks - taken, 0), budget, share)
+
+
+def _check_states(room: _Room, each: int, rows: int, pages: int) -> None:
+    """StartupError where the states of all requests that may run at once do not fit: into the share of caches, or where the
+    number of `pages` is given into all that is free."""
+    limit = room.free if pages else room.budget
+    if each * rows > limit:
         raise StartupError(
-            f"no room for a KV cache: {fraction:.0%} of {free / 2**20:.0f} MiB free memory is "
-            f"{budget / 2**20:.0f} MiB a rank, one page of {config.page_size} tokens takes {token_bytes * config.page_size / 2**20:.1f} MiB"
+            f"no room for the states of {rows} requests at once: {each / 2**20:.1f} MiB each are {each * rows / 2**20:.0f} MiB, "
+            f"and {room.share}: set max_num_seqs to {max(int(limit * (1 if pages else 0.5) // each), 1)} or less"
+        )
+
+
+def _pages(config: EngineConfig, token_bytes: int, room: _Room, states: int, useful: int) -> int:
+    """Pages a home group: what the share of caches holds on every rank beside `states` bytes, at most the `useful` ones."""
+    pages = int((room.budget - states) // (token_bytes * config.page_size))
+    if pages < 2:
+        beside = f", of which states take {states / 2**20:.0f} MiB" if states else ""
+        raise StartupError(
+            f"no room for a KV cache: {room.share}{beside}, one page of {config.page_size} tokens takes "
+            f"{token_bytes * config.page_size / 2**20:.1f} MiB"
         )
     return min(pages, useful)
 

@@ -88,7 +88,10 @@ class CudaExecutor(Executor):
     def _prepare(self, progress: Progress) -> None:
         self._phase("load")
         device, int32 = self.device, torch.int32
-        self.ports["request_slots"] = torch.full([self.max_s], -1, dtype=int32, device=device)
+        slots = self.ports.get("state")  # a request's state lies in the slot that the request owns
+        self.ports["request_slots"] = (
+            torch.full([self.max_s], -1, dtype=int32, device=device) if slots is None else slots
+        )
         self.counter = torch.zeros(1, dtype=int32, device=device)
         self.sampled = torch.zeros(self.max_s, dtype=int32, device=device)
         words = slot_words(self.max_t, self.max_s, self.sizes["l"])

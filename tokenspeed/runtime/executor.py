@@ -7,6 +7,7 @@ can be launched before the previous one's tokens have been read back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,17 +93,10 @@ def open_artifact(path: str) -> Artifact:
     return a
 
 
-def cache_bytes_per_token(p: Program) -> int:
-    """KV bytes one rank holds a token."""
-    total = 0
-    for q in p.all_params():
-        if q.kind == "cache":
-            for t in q.types:
-                n = DTYPE_BYTES[t.dtype]
-                for d in t.dims[1:]:
-                    n *= p.sizes[d.name] // p.plan.mesh.size(d.axes)
-                total += n
-    return total
+def cache_bytes(p: Program, slot: str) -> int:
+    """Bytes one rank holds a slot of the caches that have `slot` slots: a token of `slots`, a request of `states`."""
+    caches = [t for q in p.all_params() if q.kind == "cache" for t in q.types if t.dims[0].name == slot]
+    return sum(DTYPE_BYTES[t.dtype] * math.prod(t.local_shape(dict(p.sizes) | {slot: 1}, p.plan)[1:]) for t in caches)
 
 
 class Executor:
@@ -123,6 +117,7 @@ class Executor:
         self.sizes = {
             "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, "p": PARAM_WORDS,
             "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
+            "states": self.max_s * self.dp,  # a request's state lies in the slot that the request owns
         }  # fmt: skip
         self.params: dict[str, Any] = load_weights(
             artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device
@@ -212,6 +207,8 @@ class Executor:
             into[name][:t] = a[name][mine_t]
         last, slots, table = a["last"][mine_s], a["request_slots"][mine_s], a["table"][mine_s]
         into["last"][:s] = last
+        if "state" in into:
+            into["state"][:s] = slots
         into["table"][:s, : table.shape[1]] = table
         into["params"][:s] = step.params[mine_s]
         program.replay()

@@ -15,9 +15,10 @@ from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
 from tokenspeed.ir.spec import Factor, SpecDim
 from tokenspeed.models.nn.params import Matrices, PagedAttention, Weight
+from tokenspeed.models.nn.state import DeltaRule
 
-#: dims whose extents the runtime fixes: token and request rows, KV slots, table width, packed words, request slots
-RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "p", "r", "top", "pos_table", "rope_dim"})
+#: dims whose extents the runtime fixes: token and request rows, KV and state slots, table width, packed words, request slots
+RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "p", "r", "top", "pos_table", "rope_dim", "states"})
 
 
 @dataclass
@@ -63,7 +64,7 @@ def make_layout(flat: Flat, plan: Plan) -> Layout:
     layout = Layout(plan, dict(flat.dims), dict(flat.dims))
     _check_names(flat, plan)
     for path, decl in flat.decls.items():
-        if isinstance(decl, PagedAttention):
+        if isinstance(decl, PagedAttention | DeltaRule):
             _heads(layout, path, decl)
     for decl in flat.decls.values():
         if isinstance(decl, Weight) and decl.pad:
@@ -114,6 +115,8 @@ def _dims(decl: Any) -> list[SpecDim]:
         return [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
     if isinstance(decl, PagedAttention):
         return [decl.n, decl.kv, decl.d]
+    if isinstance(decl, DeltaRule):
+        return [decl.kv, *decl.spec.dims]
     return list(decl.spec.dims) if hasattr(decl, "spec") else []
 
 
@@ -121,7 +124,7 @@ def _sharded_dims(decl: Any) -> list[SpecDim]:
     return [d for d in _dims(decl) if d.factors[0].axes]
 
 
-def _heads(layout: Layout, path: str, decl: PagedAttention) -> None:
+def _heads(layout: Layout, path: str, decl: PagedAttention | DeltaRule) -> None:
     """Splits the axes of the KV heads or pads heads, so that each rank holds whole KV heads and their query heads."""
     n_f, kv_f = decl.n.factors[0], decl.kv.factors[0]
     n, kv = n_f.name, kv_f.name

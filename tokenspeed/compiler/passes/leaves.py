@@ -20,6 +20,7 @@ from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
 from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+from tokenspeed.models.nn.state import DeltaRule, StateCache
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
 
@@ -64,6 +65,9 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         slots = Dim("slots", b.order(b.home))
         cache = Type(b.cache_dtype, (slots, *dims((decl.kv, decl.d))))
         return {name: Param(name, "cache", (cache, cache))}
+    if isinstance(decl, StateCache):
+        dtype = b.dtype if decl.dtype == STREAM else decl.dtype
+        return {name: Param(name, "cache", (Type(dtype, (Dim("states", b.order(b.home)), *dims(decl.spec.dims))),))}
     if isinstance(decl, SamplingState):
         rows, words = Dim("r", b.order(b.home)), Dim("v")
         return {name: Param(name, "state", tuple(Type(t, (rows, words)) for t in ("i32", "u8", "f32")))}
@@ -261,9 +265,9 @@ def _param_dims(leaf: LeafDef) -> list[SpecDim]:
     for decl in leaf.decls.values():
         if isinstance(decl, Matrices):
             dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
-        elif isinstance(decl, PagedAttention):
+        elif isinstance(decl, PagedAttention | DeltaRule):
             dims += [decl.n, decl.kv]
-        elif isinstance(decl, Weight):
+        elif isinstance(decl, Weight | StateCache):
             dims += decl.spec.dims
     return dims
 

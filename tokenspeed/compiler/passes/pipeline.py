@@ -36,7 +36,7 @@ from tokenspeed.ir.verifier import verify
 from tokenspeed.models.nn.config import Config
 
 #: stand-ins for extents that the runtime fixes, for sizes in the cost model only
-_NOMINAL = {"p": 16, "l": 16, "top": 20, "slots": 16, "r": 16, "pos_table": 16, "rope_dim": 16}
+_NOMINAL = {"p": 16, "l": 16, "top": 20, "slots": 16, "states": 16, "r": 16, "pos_table": 16, "rope_dim": 16}
 
 
 @dataclass

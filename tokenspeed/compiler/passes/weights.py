@@ -16,6 +16,7 @@ from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+from tokenspeed.models.nn.state import StateCache
 
 #: entries of one block of a quantised format along a row
 BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
@@ -89,7 +90,7 @@ def _sliceable(decl: Matrices | Weight, layout: Layout, block: int) -> bool:
 def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> WeightMap:
     entries: list[Entry] = []
     for path, decl in flat.decls.items():
-        if isinstance(decl, PagedAttention | SamplingState):
+        if isinstance(decl, PagedAttention | SamplingState | StateCache):
             continue
         if isinstance(decl, Rope):
             attrs = {"dim": decl.dim, "positions": decl.positions, "parameters": decl.parameters}
@@ -97,7 +98,7 @@ def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> We
             continue
         for name, param in param_types(path, decl, b).items():
             suffix = ".bias" if name.endswith(".bias") else ".weight"
-            n_in = len(decl.inp) if isinstance(decl, Matrices) else len(decl.spec.dims) - 1
+            n_in = len(decl.inp) if isinstance(decl, Matrices) else min(len(decl.spec.dims) - 1, 1)
             stacked = isinstance(decl, Matrices) and decl.stacked
             sources = names.sources(path, len(param.types), suffix, f".{EACH}" if stacked else "")
             segs = tuple(

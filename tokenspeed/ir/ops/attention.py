@@ -16,22 +16,19 @@ from torch import Tensor
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
-from tokenspeed.ir.types import Type
+from tokenspeed.ir.ops.base import check_outer as _check_outer
+from tokenspeed.ir.ops.base import index_axes as _index
+from tokenspeed.ir.types import Dim, Type
 
 
-def _index(op: str, t: Type, what: str, dim: str) -> Axes:
-    """Home axes of an index operand; RuleError where it is none or points into another dim."""
-    if t.index is None or t.index.name != dim:
-        raise RuleError("P004", f"{op} needs {what} as an index into {dim}, the operand is {t}")
-    return t.index.axes
-
-
-def _check_outer(op: str, caches: Sequence[Type], home: Axes) -> None:
-    """Slot numbers count from the start of a home block, so the home axes are the outermost of the slots."""
-    for c in caches:
-        axes = c.dims[0].axes
-        if any(a in home for a in axes[len([a for a in axes if a in home]) :]):
-            raise RuleError("V4", f"{op}: the home axes {list(home)} must be the outermost of {c.names[0]} in {c}")
+def check_group(n: Dim, kv: Dim, plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Heads n share the heads kv in groups: where ranks split a block of kv's heads it must be one head."""
+    if len(n.axes) > len(kv.axes) and sizes[kv.name] > plan.mesh.size(kv.axes):
+        raise RuleError(
+            "V6",
+            f"{n.name} is split over {list(n.axes[len(kv.axes) :])} inside one block of {kv.name}, which holds "
+            f"{sizes[kv.name] // plan.mesh.size(kv.axes)} heads: its heads would read the wrong ones",
+        )
 
 
 def _inner(cache: Type, home: Axes) -> Axes:
@@ -156,15 +153,9 @@ class Attend(Op):
     def check_extents(
         self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
     ) -> None:
-        n, kv = ins[0].dims[1], ins[1].dims[1]
-        if len(n.axes) > len(kv.axes) and sizes[kv.name] > plan.mesh.size(kv.axes):
-            raise RuleError(
-                "V6",
-                f"{n.name} is split over {list(n.axes[len(kv.axes) :])} inside one block of {kv.name}, which holds "
-                f"{sizes[kv.name] // plan.mesh.size(kv.axes)} heads: its query heads would read the wrong ones",
-            )
         if attrs.get("window", 1) < 1 or attrs.get("softcap", 1.0) <= 0:
             raise RuleError("P004", f"attend takes a window and a softcap above zero, not {dict(attrs)}")
+        check_group(ins[0].dims[1], ins[1].dims[1], plan, sizes)
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local

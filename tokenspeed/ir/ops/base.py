@@ -189,3 +189,18 @@ def pointwise_rule(
                 op, axis, states, ins, f"{letter} is sharded on one operand and whole on another: blocks do not match"
             )
     return letter if letter in out else "R"
+
+
+def index_axes(op: str, t: Type, what: str, dim: str) -> Axes:
+    """Home axes of an index operand; RuleError where it is none or points into another dim."""
+    if t.index is None or t.index.name != dim:
+        raise RuleError("P004", f"{op} needs {what} as an index into {dim}, the operand is {t}")
+    return t.index.axes
+
+
+def check_outer(op: str, caches: Sequence[Type], home: Axes) -> None:
+    """Slot numbers count from the start of a home block, so the home axes are the outermost of the slots."""
+    for c in caches:
+        axes = c.dims[0].axes
+        if any(a in home for a in axes[len([a for a in axes if a in home]) :]):
+            raise RuleError("V4", f"{op}: the home axes {list(home)} must be the outermost of {c.names[0]} in {c}")

@@ -235,6 +235,15 @@ class Silu(Op):
         return torch.nn.functional.silu(x)
 
 
+class Sigmoid(Silu):
+    """x -> 1 / (1 + exp(-x))."""
+
+    name = "sigmoid"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+
 class Mul(Op):
     """x * y elementwise; linear in each operand alone."""
 
@@ -251,6 +260,20 @@ class Mul(Op):
 
     def reference(self, x: Tensor, y: Tensor) -> Tensor:
         return x * y
+
+
+class MulRows(Mul):
+    """x [T, D] times y [T], a value a row; linear in each operand alone."""
+
+    name = "mul_rows"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if ins[0].names[:-1] != ins[1].names:
+            raise RuleError("P004", f"mul_rows of {list(ins[0].names)} takes one value a row, not {list(ins[1].names)}")
+        return [(ins[0].dtype, ins[0].names)]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y[:, None]
 
 
 class SiluMul(Mul):
@@ -444,7 +467,9 @@ DENSE = [
     AddRmsNorm(),
     Rope(),
     Silu(),
+    Sigmoid(),
     Mul(),
+    MulRows(),
     SiluMul(),
     Gelu(),
     GeluMul(),

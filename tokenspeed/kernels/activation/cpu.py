@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenspeed.kernels.elementwise import register_elementwise
-from tokenspeed.kernels.pointwise.cpu import GELU, GELU_MUL, SILU, SILU_MUL, binary, unary
+from tokenspeed.kernels.pointwise.cpu import GELU, GELU_MUL, SIGMOID, SILU, SILU_MUL, binary, unary
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
@@ -20,6 +20,11 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
     binary(SILU_MUL, gate, up, out)
 
 
+def sigmoid(x: Tensor, *, out: Tensor) -> None:
+    """1 / (1 + exp(-x)); f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
+    unary(SIGMOID, x, out)
+
+
 def gelu(x: Tensor, *, out: Tensor) -> None:
     """gelu(x), by tanh; f32|bf16, [T, ...] with contiguous rows; `out` may be x."""
     unary(GELU, x, out)
@@ -31,5 +36,5 @@ def gelu_mul(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    kernels = (("silu", silu), ("silu_mul", silu_mul), ("gelu", gelu), ("gelu_mul", gelu_mul))
+    kernels = (("silu", silu), ("silu_mul", silu_mul), ("gelu", gelu), ("gelu_mul", gelu_mul), ("sigmoid", sigmoid))
     register_elementwise(registry, capability, kernels)

@@ -16,6 +16,7 @@ namespace ts::TS_ISA_NAMESPACE {
 namespace {
 
 #include "sampling.h"
+#include "state.h"
 
 // Sum of 64-bit words: reads memory as fast as the machine gives it. `bytes` is a multiple of 64.
 uint64_t read_range(const uint8_t* data, int64_t bytes) {
@@ -46,7 +47,8 @@ uint64_t read_sum(const uint8_t* data, int64_t bytes) {
 
 extern const Kernels kTable;
 const Kernels kTable = {
-    TS_ISA_NAME, linear, lookup, norm, rope, pointwise, append, attend, logits, sample, read_sum,
+    TS_ISA_NAME, linear, lookup, norm,    rope,       pointwise, append, attend,
+    conv,        delta,  decay,  l2_norm, gated_norm, logits,    sample, read_sum,
 };
 
 }  // namespace ts::TS_ISA_NAMESPACE

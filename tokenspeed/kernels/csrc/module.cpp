@@ -107,6 +107,71 @@ void attend(Address q, int64_t qt, int64_t qn, Address kcache, Address vcache, i
                             dtype(cache_type)});
 }
 
+void conv(Address pos, Address row, Address state, int64_t t, int64_t states, Address x, int64_t xt, int64_t xn,
+          Address w, int w_dtype, Address past, Address out, int64_t ot, int64_t on, int64_t n, int64_t d, int64_t taps,
+          int type) {
+  if (taps < 2 || taps > ts::kMaxTaps) throw std::invalid_argument("a convolution has 2 to 8 taps");
+  ts::submit(ts::ConvArgs{{at<int32_t>(pos), at<int32_t>(row), at<int32_t>(state), t, states},
+                          at<void>(x),
+                          xt,
+                          xn,
+                          at<void>(w),
+                          dtype(w_dtype),
+                          at<void>(past),
+                          at<void>(out),
+                          ot,
+                          on,
+                          n,
+                          d,
+                          taps,
+                          dtype(type)});
+}
+
+void delta(Address pos, Address row, Address state, int64_t t, int64_t states, Address q, int64_t qt, int64_t qn,
+           Address k, int64_t kt, int64_t kn, Address v, int64_t vt, int64_t vn, Address decay, int64_t gt,
+           Address beta, int64_t bt, Address memory, Address out, int64_t ot, int64_t on, int64_t hk, int64_t hv,
+           int64_t dk, int64_t dv, float scale, int type) {
+  ts::submit(ts::DeltaArgs{{at<int32_t>(pos), at<int32_t>(row), at<int32_t>(state), t, states},
+                           at<float>(q),
+                           qt,
+                           qn,
+                           at<float>(k),
+                           kt,
+                           kn,
+                           at<void>(v),
+                           vt,
+                           vn,
+                           at<float>(decay),
+                           gt,
+                           at<void>(beta),
+                           bt,
+                           at<float>(memory),
+                           at<void>(out),
+                           ot,
+                           on,
+                           hk,
+                           hv,
+                           dk,
+                           dv,
+                           scale,
+                           dtype(type)});
+}
+
+void decay(Address x, int64_t xt, Address a, Address dt, Address out, int64_t ot, int64_t t, int64_t n, int type) {
+  ts::submit(ts::DecayArgs{at<void>(x), xt, at<float>(a), at<float>(dt), at<float>(out), ot, t, n, dtype(type)});
+}
+
+void l2_norm(Address x, int64_t xt, int64_t xn, Address out, int64_t ot, int64_t on, int64_t t, int64_t n, int64_t d,
+             float eps, int type) {
+  ts::submit(ts::L2NormArgs{at<void>(x), xt, xn, at<float>(out), ot, on, t, n, d, eps, dtype(type)});
+}
+
+void gated_norm(Address x, int64_t xt, int64_t xn, Address z, int64_t zt, int64_t zn, Address w, int w_dtype,
+                Address out, int64_t ot, int64_t on, int64_t t, int64_t n, int64_t d, float eps, int type) {
+  ts::submit(ts::GatedNormArgs{at<void>(x), xt, xn, at<void>(z), zt, zn, at<void>(w), dtype(w_dtype), at<void>(out), ot,
+                               on, t, n, d, eps, dtype(type)});
+}
+
 void logits(Address z, int64_t ldz, Address params, Address out, int64_t ldo, Address value, Address index, int64_t s,
             int64_t v, int64_t offset, bool temper, bool gumbel) {
   ts::submit(ts::LogitsArgs{at<float>(z), ldz, at<ts::SamplingRow>(params), at<float>(out), ldo, at<float>(value),
@@ -143,6 +208,11 @@ PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   m.def("pointwise", &pointwise, Release());
   m.def("append", &append, Release());
   m.def("attend", &attend, Release());
+  m.def("conv", &conv, Release());
+  m.def("delta", &delta, Release());
+  m.def("decay", &decay, Release());
+  m.def("l2_norm", &l2_norm, Release());
+  m.def("gated_norm", &gated_norm, Release());
   m.def("logits", &logits, Release());
   m.def("sample", &sample, Release());
   m.def("advise_huge_pages", &advise_huge_pages);

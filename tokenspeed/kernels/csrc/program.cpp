@@ -15,6 +15,11 @@ void run(const Kernels& k, const RopeArgs& a) { k.rope(a); }
 void run(const Kernels& k, const PointwiseArgs& a) { k.pointwise(a); }
 void run(const Kernels& k, const AppendArgs& a) { k.append(a); }
 void run(const Kernels& k, const AttendArgs& a) { k.attend(a); }
+void run(const Kernels& k, const ConvArgs& a) { k.conv(a); }
+void run(const Kernels& k, const DeltaArgs& a) { k.delta(a); }
+void run(const Kernels& k, const DecayArgs& a) { k.decay(a); }
+void run(const Kernels& k, const L2NormArgs& a) { k.l2_norm(a); }
+void run(const Kernels& k, const GatedNormArgs& a) { k.gated_norm(a); }
 void run(const Kernels& k, const LogitsArgs& a) { k.logits(a); }
 void run(const Kernels& k, const SampleArgs& a) { k.sample(a); }
 

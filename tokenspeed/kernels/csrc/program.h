@@ -11,8 +11,8 @@
 
 namespace ts {
 
-using Call = std::variant<LinearArgs, LookupArgs, NormArgs, RopeArgs, PointwiseArgs, AppendArgs, AttendArgs, LogitsArgs,
-                          SampleArgs>;
+using Call = std::variant<LinearArgs, LookupArgs, NormArgs, RopeArgs, PointwiseArgs, AppendArgs, AttendArgs, ConvArgs,
+                          DeltaArgs, DecayArgs, L2NormArgs, GatedNormArgs, LogitsArgs, SampleArgs>;
 
 class Program {
  public:

@@ -132,6 +132,10 @@ static void pointwise_rows(const PointwiseArgs& a) {
         v = mul(v, set1(a.factor));
       } else if constexpr (kKind == Pointwise::kSoftcap) {
         v = mul(tanh(mul(v, set1(1.0f / a.factor))), set1(a.factor));
+      } else if constexpr (kKind == Pointwise::kSigmoid) {
+        v = div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), v))));
+      } else if constexpr (kKind == Pointwise::kMulRows) {
+        v = mul(v, set1(first(load_upto(y, 1))));
       } else if constexpr (kKind == Pointwise::kAdd) {
         v = add(v, load_upto(y + i, lanes));
       } else {
@@ -162,6 +166,10 @@ static void pointwise(const PointwiseArgs& a) {
         return pointwise_rows<Pointwise::kScale, T>(a);
       case Pointwise::kSoftcap:
         return pointwise_rows<Pointwise::kSoftcap, T>(a);
+      case Pointwise::kSigmoid:
+        return pointwise_rows<Pointwise::kSigmoid, T>(a);
+      case Pointwise::kMulRows:
+        return pointwise_rows<Pointwise::kMulRows, T>(a);
     }
   });
 }

@@ -113,8 +113,10 @@ enum class Pointwise : int {
   kGeluMul = 5,
   kScale = 6,    // times `factor`
   kSoftcap = 7,  // factor tanh(x / factor)
+  kSigmoid = 8,
+  kMulRows = 9,  // b holds a value a row: [rows], stride ldb
 };
-constexpr int kPointwiseKinds = 8;
+constexpr int kPointwiseKinds = 10;
 struct PointwiseArgs {
   Pointwise kind;
   const void* a;  // [rows, width], row stride lda
@@ -216,6 +218,82 @@ struct SampleArgs {
   int64_t s, vocab;
 };
 
+// Whose rows a step of a recurrent layer holds, and where their state lies.
+struct SegmentArgs {
+  const int32_t* pos;    // [t]: a segment whose first position is 0 starts from zeros
+  const int32_t* row;    // [t]; -1: a hole, zeros come out
+  const int32_t* state;  // [s]: the state slot of a request row
+  int64_t t, states;
+};
+
+constexpr int64_t kMaxTaps = 8;
+struct ConvArgs {
+  SegmentArgs rows;
+  const void* x;  // [t, n, d]: strides xt, xn
+  int64_t xt, xn;
+  const void* w;  // [n, d, taps]
+  DType w_dtype;
+  void* past;  // [states, taps - 1, n, d], of x's type
+  void* out;   // [t, n, d]: strides ot, on
+  int64_t ot, on;
+  int64_t n, d, taps;
+  DType dtype;
+};
+
+struct DeltaArgs {
+  SegmentArgs rows;
+  const float* q;  // [t, hk, dk]: strides qt, qn
+  int64_t qt, qn;
+  const float* k;
+  int64_t kt, kn;
+  const void* v;  // [t, hv, dv]: strides vt, vn
+  int64_t vt, vn;
+  const float* decay;  // [t, hv], row stride gt
+  int64_t gt;
+  const void* beta;  // [t, hv], row stride bt, of v's type
+  int64_t bt;
+  float* memory;  // [states, hv, dk, dv]
+  void* out;      // [t, hv, dv]: strides ot, on
+  int64_t ot, on;
+  int64_t hk, hv, dk, dv;
+  float scale;
+  DType dtype;
+};
+
+struct DecayArgs {
+  const void* x;  // [t, n], row stride xt
+  int64_t xt;
+  const float *a, *dt;  // [n]
+  float* out;           // [t, n], row stride ot
+  int64_t ot;
+  int64_t t, n;
+  DType dtype;
+};
+
+struct L2NormArgs {
+  const void* x;  // [t, n, d]: strides xt, xn
+  int64_t xt, xn;
+  float* out;
+  int64_t ot, on;
+  int64_t t, n, d;
+  float eps;
+  DType dtype;
+};
+
+struct GatedNormArgs {
+  const void* x;  // [t, n, d]: strides xt, xn
+  int64_t xt, xn;
+  const void* z;
+  int64_t zt, zn;
+  const void* w;  // [d]
+  DType w_dtype;
+  void* out;
+  int64_t ot, on;
+  int64_t t, n, d;
+  float eps;
+  DType dtype;
+};
+
 // What one instruction set provides. Each isa_*.cpp defines one table; dispatch.cpp picks the best the machine has.
 struct Kernels {
   const char* name;
@@ -226,6 +304,11 @@ struct Kernels {
   void (*pointwise)(const PointwiseArgs&);
   void (*append)(const AppendArgs&);
   void (*attend)(const AttendArgs&);
+  void (*conv)(const ConvArgs&);
+  void (*delta)(const DeltaArgs&);
+  void (*decay)(const DecayArgs&);
+  void (*l2_norm)(const L2NormArgs&);
+  void (*gated_norm)(const GatedNormArgs&);
   void (*logits)(const LogitsArgs&);
   void (*sample)(const SampleArgs&);
   uint64_t (*read_sum)(const uint8_t* data, int64_t bytes);  // the benchmark's read ceiling

@@ -11,7 +11,7 @@ from tokenspeed.kernels.elementwise import register_elementwise
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
-SILU, SILU_MUL, ADD, MUL, GELU, GELU_MUL, SCALE, SOFTCAP = range(8)  # csrc/types.h Pointwise
+SILU, SILU_MUL, ADD, MUL, GELU, GELU_MUL, SCALE, SOFTCAP, SIGMOID, MUL_ROWS = range(10)  # csrc/types.h Pointwise
 _pointwise = _cpu.pointwise
 
 
@@ -23,6 +23,28 @@ def add(x: Tensor, y: Tensor, *, out: Tensor) -> None:
 def mul(x: Tensor, y: Tensor, *, out: Tensor) -> None:
     """x * y; f32|bf16, [T, ...] with contiguous rows; `out` may be x or y."""
     binary(MUL, x, y, out)
+
+
+def mul_rows(x: Tensor, y: Tensor, *, out: Tensor) -> None:
+    """x [T, D] * y [T]; f32|bf16 of contiguous rows; `out` may be x."""
+    dtype, (rows, width) = CODE.get(x.dtype, -1), x.shape
+    if y.shape != (rows,) or out.shape != x.shape or dtype < 0 or not x.dtype == y.dtype == out.dtype:
+        raise fail("mul_rows", x=x, y=y, out=out)
+    if width != 1 and not x.stride(1) == out.stride(1) == 1:
+        raise fail("mul_rows", x=x, y=y, out=out)
+    _pointwise(
+        MUL_ROWS,
+        x.data_ptr(),
+        x.stride(0),
+        y.data_ptr(),
+        y.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        width,
+        1.0,
+        dtype,
+    )
 
 
 def scale(x: Tensor, *, factor: float, out: Tensor) -> None:
@@ -63,4 +85,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def register(registry: Registry, capability: Capability) -> None:
-    register_elementwise(registry, capability, (("add", add), ("mul", mul), ("scale", scale), ("softcap", softcap)))
+    register_elementwise(
+        registry,
+        capability,
+        (("add", add), ("mul", mul), ("mul_rows", mul_rows), ("scale", scale), ("softcap", softcap)),
+    )

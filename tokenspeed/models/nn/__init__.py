@@ -32,13 +32,16 @@ from tokenspeed.models.nn.params import (
     gelu,
     head,
     lookup,
+    mul_rows,
     place,
     route,
     select_rows,
+    sigmoid,
     silu,
     softcap,
     temper,
 )  # fmt: skip
+from tokenspeed.models.nn.state import Conv, DeltaRule, GatedRMSNorm, StateBatch, StateCache, decay, l2_norm
 
 __all__ = [
     "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Mixture",
@@ -46,3 +49,4 @@ __all__ = [
     "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",
     "lookup", "place", "route", "select_rows", "silu", "softcap", "temper",
 ]  # fmt: skip
+__all__ += ["Conv", "DeltaRule", "GatedRMSNorm", "StateBatch", "StateCache", "decay", "l2_norm", "mul_rows", "sigmoid"]

@@ -36,6 +36,11 @@ def _read(parse: Callable[[str], T], text: str) -> T:
         raise SpecError(e.code, f"{caller()}: {e.message}") from None
 
 
+def read_spec(text: str) -> Spec:
+    """An annotation of an author's; its SpecError says on which line it stands."""
+    return _read(parse_spec, text)
+
+
 class Weight(Param):
     """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp).
 
@@ -187,6 +192,15 @@ def gelu(x: Any) -> Any:
 def softcap(x: Any, cap: float) -> Any:
     """cap * tanh(x / cap)."""
     return apply("softcap", [x], cap=float(cap))
+
+
+def sigmoid(x: Any) -> Any:
+    return apply("sigmoid", [x])
+
+
+def mul_rows(x: Any, y: Any) -> Any:
+    """x [T, D] times y [T], a value a row."""
+    return apply("mul_rows", [x, y])
 
 
 @dataclass(frozen=True)
