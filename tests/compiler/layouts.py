@@ -60,8 +60,10 @@ MODELS = (
     "Qwen3MoeForCausalLM",
     "Mixture",
     "Gemma3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
-EXPERTS = ("Qwen3MoeForCausalLM", "Mixture")
+EXPERTS = ("Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 NAMED = {
     "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
     "attention TP2 x DP2, experts EP4": ("dp=2,tp=2", "ep=dp*tp,etp=1,se=1"),
@@ -72,8 +74,14 @@ NAMED = {
 }
 
 
+_DEEPSEEK = {
+    "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 #: what a family's configuration has beside the common fields, or otherwise
 OWN: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK | {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
+    "DeepseekV3ForCausalLM": _DEEPSEEK | {"q_lora_rank": 5},
     "Gemma3ForCausalLM": {
         "sliding_window": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0, "rope_local_base_freq": 100.0,
@@ -95,7 +103,9 @@ def config(model: str) -> dict[str, Any]:
 
 def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
     """(mesh, axes): dp of every size, the rest in one axis or two, and mlp, vp (ep) on any product of mesh axes; the width
-    of experts whole, or on the axes that ep leaves."""
+    of experts whole, or on the axes that ep leaves; a shared expert and the vocabulary beside them on one product after the
+    other."""
+    count = itertools.count()
     for dp in (d for d in range(1, ranks + 1) if ranks % d == 0):
         rest = ranks // dp
         splits = [(rest,)] + ([(2, rest // 2)] if rest % 2 == 0 and rest > 2 else [])  # the 2 KV heads end on an axis
@@ -103,7 +113,7 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
             inner = [(n, s) for n, s in zip("ab", split) if s > 1]
             names = (["dp"] if dp > 1 else []) + [n for n, _ in inner]
             products = ["1"] + ["*".join(p) for k in range(1, len(names) + 1) for p in itertools.permutations(names, k)]
-            free = ("mlp", "ep") if model in EXPERTS else ("mlp", "vp")  # vp is tp, se is mlp there
+            free = ("mlp", "ep") if model in EXPERTS else ("mlp", "vp")
             tps = ["*".join(n for n, _ in inner) or "1"] + [n for n, _ in inner[:-1]]
             mesh = ",".join(([f"dp={dp}"] if dp > 1 else []) + [f"{n}={s}" for n, s in inner])
             for tp, *maps in itertools.product(tps, *([products] * len(free))):
@@ -111,7 +121,9 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
                 for etp in dict.fromkeys(("1", left)) if model in EXPERTS else ("",):
                     used = set("*".join([tp, *maps, etp, "dp"]).split("*"))
                     if set(names) <= used:
-                        inside = [f"etp={etp}"] if etp else []
+                        i = next(count)
+                        others = (f"se={products[i % len(products)]}", f"vp={products[i // 2 % len(products)]}")
+                        inside = [f"etp={etp}", *others[1 if model == "Qwen3MoeForCausalLM" else 0 :]] if etp else []
                         yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps)), *inside])
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.compiler.mutants import mutants
-from tokenspeed.compiler.mutate import Report, completes, judge, of_model, run
+from tokenspeed.compiler.mutate import EXPERTS, Report, completes, judge, of_model, run
 from tokenspeed.ir.agreement import agreement, verify_ranks
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.text import parse_program, print_program
@@ -25,9 +25,10 @@ def test_every_mutant_is_rejected_or_equal() -> None:
     assert set(report.codes) <= {f"V{n}" for n in range(1, 17)}
 
 
-def test_mutants_of_programs_with_experts_are_rejected_or_equal() -> None:
-    plan = ("dp=2,tp=2", "ep=dp,etp=tp,vp=dp*tp")
-    report = run(programs=0, families=["Qwen3MoeForCausalLM"], per_program=60, seed=9, plans=[plan])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mutants_of_programs_with_experts_are_rejected_or_equal(family: str) -> None:
+    plan = ("dp=2,tp=2", "ep=dp,etp=tp,se=tp,vp=dp*tp")
+    report = run(programs=0, families=[family], per_program=60, seed=9, plans=[plan])
     assert report.survivors == [], report.survivors[0]
     assert report.false_rejects == [], report.false_rejects[0]
     assert report.valid == 16

@@ -56,7 +56,7 @@ def test_plans_that_cannot_be_name_axis_and_module(mesh: str, axes: str, code: s
 @pytest.mark.parametrize(
     ("over", "field"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act"), ({"sliding_window": 128}, "sliding_window"), ({"rope_scaling": {"type": "yarn"}}, "yarn"),
+        ({"hidden_act": "gelu"}, "hidden_act"), ({"sliding_window": -4}, "sliding_window"), ({"rope_scaling": {"type": "yarn"}}, "yarn"),
         ({"num_attention_heads": 9}, "num_attention_heads"), ({"hidden_size": None}, "hidden_size"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ],

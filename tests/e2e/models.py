@@ -19,11 +19,20 @@ PROMPTS = [
 
 
 CONFIGS = {
-    "gemma3": "Gemma3TextConfig", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
+    "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "gemma3": "Gemma3TextConfig",
+    "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8, "head_dim": None, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+    "routed_scaling_factor": 1.5,
 }  # fmt: skip
 #: what a family has beside the common fields
 EXTRA: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
@@ -39,7 +48,8 @@ def tiny_config(kind: str, **over: Any) -> Any:
         "vocab_size": 1003, "num_hidden_layers": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
         "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
     }  # fmt: skip
-    return getattr(transformers, CONFIGS[kind])(**common | EXTRA.get(kind, {}) | over)
+    fields = common | EXTRA.get(kind, {}) | over
+    return getattr(transformers, CONFIGS[kind])(**{k: v for k, v in fields.items() if (k, v) != ("head_dim", None)})
 
 
 def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
@@ -50,7 +60,7 @@ def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **over), dtype=torch.float32)
         with torch.no_grad():
-            for name, p in model.named_parameters():
+            for name, p in (*model.named_parameters(), *model.named_buffers()):
                 if "bias" in name or (kind == "gemma3" and "norm" in name):
                     p.normal_(0, 0.1)
         model.save_pretrained(path)

@@ -17,16 +17,26 @@ from tests.e2e.models import write_tiny
 from tokenspeed import Engine, SamplingParams
 
 FACTORS: dict[str, list[Any]] = {
-    "layout": [("gqa", ""), ("gqa", "tp=2"), ("gqa", "tp=4"), ("nine", "tp=2"), ("gqa", "dp=2"), ("gqa", "dp=2,tp=2")],
+    "layout": [
+        ("gqa", ""),
+        ("gqa", "tp=2"),
+        ("gqa", "tp=4"),
+        ("nine", "tp=2"),
+        ("gqa", "dp=2"),
+        ("gqa", "dp=2,tp=2"),
+        ("latent", ""),
+        ("latent", "dp=2,tp=2"),
+    ],
     "page": [1, 16],
     "chunk": [1, 7, 64, 0],
     "prefix": ["hit", "cold"],
     "overlap": [0, 1],
     "retract": [False, True],
 }
-MODELS = {
-    "gqa": {},
-    "nine": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8},
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa": ("llama", {}),
+    "nine": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}),
+    "latent": ("deepseek_v3", {}),
 }
 OUT = 20
 
@@ -104,7 +114,7 @@ def generate(model: Path, mesh: str, case: dict[str, Any]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: write_tiny(root / name, "llama", **over) for name, over in MODELS.items()}
+    return {name: write_tiny(root / name, kind, **over) for name, (kind, over) in MODELS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,12 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "over"),
     [
@@ -70,6 +76,10 @@ LLAMA3 = {
         ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
         ("qwen3", {}),
         ("qwen3_moe", {}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+        ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7}}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"rope_parameters": YARN, "rope_interleave": False}),
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
         ("gemma3", {}),
         ("gemma3", {"final_logit_softcapping": 4.0, "tie_word_embeddings": False, "num_key_value_heads": 1}),

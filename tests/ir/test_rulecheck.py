@@ -40,6 +40,11 @@ WRONG = [
     ("causal_conv", "causal_conv", ("P", "R", "R", "R", "R", "R"), ["P"]), ("l2_norm", "l2_norm", ("d",), ["d"]),
     ("delta_rule", "delta_rule", ("t", "t", "t", "t", "t", "R", "t", "t", "s"), ["t"]),
     ("delta_rule", "delta_rule", ("d", "d", "R", "R", "R", "d", "R", "R", "R"), ["P"]),
+    ("route", "route, sigmoid and groups", ("e", "e"), ["R", "R"]),
+    ("mla", "mla", ("R", "R", "slots", "slots", "R", "R", "R"), ["R"]), ("mla", "mla", ("c", "R", "c", "R", "R", "R", "R"), ["P"]),
+    ("head_linear", "head_linear", ("d", "d"), ["R"]),
+    ("head_linear", "head_linear, transposed", ("d", "d"), ["R"]), ("rope_pairs", "rope_pairs", ("d", "R", "R"), ["d"]),
+    ("append_latent", "append_latent", ("R", "R", "R", "slots", "R"), []),
 ]  # fmt: skip
 
 
@@ -58,7 +63,18 @@ def test_a_wrong_row_is_caught(
 
 @pytest.mark.parametrize(
     "form",
-    ["lookup", "select_rows", "add_gumbel", "argmax", "topk", "append", "attend, one KV head a block", "experts"],
+    [
+        "lookup",
+        "select_rows",
+        "add_gumbel",
+        "argmax",
+        "topk",
+        "append",
+        "attend, one KV head a block",
+        "experts",
+        "append_latent",
+        "mla",
+    ],
 )
 def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     right = type(OPS[form.split(",")[0]])

@@ -148,6 +148,8 @@ class _Emitter:
         args = [self._operand(f, k) for k in range(len(f.inputs))]
         if n.op == "experts":  # gate and up are the segments of one tensor
             args[3:] = [spec.pack(args[3]), spec.pack(args[5])]
+        if n.op == "head_linear":
+            args[1] = spec.pack(args[1]).view(f.ins[1].local_shape(self.at.sizes, self.p.plan))
         if n.op == "lookup":
             args[1] = spec.pack(args[1])
         if isinstance(CALLS[n.op], Redistribute | Fused):

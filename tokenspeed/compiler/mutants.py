@@ -189,22 +189,23 @@ def _effects(p: Program) -> Iterator[Found]:
                 yield unfill, "mask dropped", f"fill of %{n.inputs[0]} in @{leaf}"
                 for value in (0.0, 1e30):
                     yield _set(leaf, i, "value", value), "mask dropped", f"fill with {value} in @{leaf}"
-            if n.op == "append":
+            if n.op in OPS and OPS[n.op].writes_cache:
 
                 def gone(q: Program, leaf: str = leaf, i: int = i) -> None:
                     del _Body(q, leaf).nodes[i]
 
                 def late(q: Program, leaf: str = leaf, i: int = i) -> None:
                     nodes = _Body(q, leaf).nodes
-                    k = next(k for k, m in enumerate(nodes) if m.op == "attend")
+                    written = {x for x in nodes[i].inputs if x.startswith("@")}
+                    k = next(k for k, m in enumerate(nodes) if k > i and written & set(m.inputs))
                     nodes.insert(k, nodes.pop(i))
 
                 def twice(q: Program, leaf: str = leaf, i: int = i) -> None:
                     nodes = _Body(q, leaf).nodes
                     nodes.insert(i, copy.deepcopy(nodes[i]))
 
-                for edit, what in ((gone, "dropped"), (late, "after attend"), (twice, "doubled")):
-                    yield edit, "cache write", f"append {what} in @{leaf}"
+                for edit, what in ((gone, "dropped"), (late, "after it is read"), (twice, "doubled")):
+                    yield edit, "cache write", f"{n.op} {what} in @{leaf}"
             if n.op == "call" and n.attrs["path"]:
 
                 def elsewhere(q: Program, i: int = i, n: Node = n) -> None:
@@ -273,7 +274,12 @@ def _retype(leaf: str, name: str, k: int, t: Type, both: bool) -> Edit:
     def edit(q: Program) -> None:
         params = q.leaves[leaf].params if leaf else q.params
         old = params[name]
-        params[name] = Param(name, old.kind, tuple(t if both or j == k else s for j, s in enumerate(old.types)))
+        alike = [
+            t if j == k or s == old.types[k] else replace(s, dims=(t.dims[0], *s.dims[1:]))
+            for j, s in enumerate(old.types)
+        ]
+        types = alike if both else [t if j == k else s for j, s in enumerate(old.types)]
+        params[name] = Param(name, old.kind, tuple(types))
 
     return edit
 

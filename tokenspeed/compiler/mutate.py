@@ -45,12 +45,20 @@ PLANS = (
     ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"),
 )  # fmt: skip
 BUCKETS = ((4, 4), (8, 4))
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+EXPERTS = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *EXPERTS)
 #: plans of families with experts: these on axes of their own, their width too
 MIXED_PLANS = (
     ("tp=2", ""), ("tp=4", "ep=tp,etp=1"), ("dp=2,tp=2", "ep=dp*tp,etp=1"), ("dp=2,tp=2", "ep=dp,etp=tp,vp=dp*tp"),
     ("a=2,b=2", "tp=a*b,ep=b,etp=a"), ("dp=2,a=2,b=2", "tp=a*b,ep=dp*b,etp=a"),
 )  # fmt: skip
+
+
+#: of DeepSeek, beside the rest
+LATENT = {
+    "kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_group": 2,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 
 
 def tiny(family: str) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def tiny(family: str) -> dict[str, Any]:
         "intermediate_size": 24, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": True, "mlp_bias": True,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
-    }  # fmt: skip
+    } | LATENT  # fmt: skip
 
 
 @dataclass
@@ -88,6 +96,8 @@ class Report:
 
 def golden(family: str, mesh: str, axes: str, costs: CostModel) -> Result:
     config = tiny(family)
+    if family == "DeepseekV3ForCausalLM":
+        config |= {"attention_bias": False}
     plan = make_plan(parse_mesh(mesh), axes)
     return run_passes(
         Request(find_family(family), Config(config), plan, BUCKETS, "f32", "f32", costs, variants=("gumbel", "full"))
@@ -110,9 +120,10 @@ class Original:
         results, _ = sim.run(self.ports, self.weights, caches)
         kept = {q.name: q for q in p.all_params() if q.kind == "cache"}
         stored = {
-            n: sim.meaning.assemble(c, kept[n.rpartition(":")[0]].types[0])
-            for n, c in caches.items()
-            if n.rpartition(":")[0] in kept
+            f"{n}:{k}": sim.meaning.assemble(caches[f"{n}:{k}"], t)
+            for n, q in kept.items()
+            for k, t in enumerate(q.types)
+            if f"{n}:{k}" in caches
         }
         return results, stored
 
@@ -226,7 +237,7 @@ def run(
     report = Report()
     rng = random.Random(seed)
     for family in families:
-        for mesh, axes in plans or (MIXED_PLANS if "Moe" in family else PLANS):
+        for mesh, axes in plans or (MIXED_PLANS if family in EXPERTS else PLANS):
             for prices in (load_costs("cpu"), load_costs("h200"), random_costs(rng), random_costs(rng)):
                 r = golden(family, mesh, axes, prices)
                 for text in r.texts.values():

@@ -36,7 +36,7 @@ def random_weights(m: WeightMap, seed: int = 0) -> dict[str, Tensor]:
             continue
         for k, seg in enumerate(e.segments):
             shape = [m.logical[d.name] for d in seg.type.dims]
-            source = seg.sources[0]
+            source = seg.sources[0] + (str(seg.part) if seg.part else "")
             if source not in made:
                 g = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(source.encode()))
                 scale = 1.0 if len(shape) == 1 else 1.0 / math.sqrt(math.prod(shape[seg.rows :]))

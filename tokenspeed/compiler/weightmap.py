@@ -21,16 +21,19 @@ from tokenspeed.ir.types import DTYPE_BYTES, Type
 EACH = "{e}"
 
 Run = tuple[int, int, int]  # start in the checkpoint, start in the padded extent, length
+Part = tuple[int, int, int]  # rows start .. stop of every `period` rows of a checkpoint tensor
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One checkpoint tensor, or one an index of the leading dim: `sources` are alternatives in order of preference."""
+    """One checkpoint tensor, or one an index of the leading dim, or the same part of every group of a tensor's rows.
+    `sources` are alternatives in order of preference."""
 
     sources: tuple[str, ...]
     type: Type
     rows: int  # dims before the columns of a matrix: those its output rows are made of, behind the stacked one
     stacked: bool = False  # the leading dim counts tensors, named with {e}
+    part: Part | None = None  # of the tensor's rows, where several segments share it
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class WeightMap:
         """Row and column runs of the checkpoint matrix a rank holds, and the local shape (rows, columns)."""
         local = seg.type.local_shape(self.sizes, self.plan)
         rows = self._flat(seg.type, 0, seg.rows, rank)
+        if seg.part:
+            rows = [run for r in rows for run in _scattered(r, seg.part)]
         cols = self._flat(seg.type, seg.rows, len(local), rank)
         return rows, cols, (math.prod(local[: seg.rows]), math.prod(local[seg.rows :]))
 
@@ -102,7 +107,7 @@ class WeightMap:
             return [seg]
         inner = Type(seg.type.dtype, seg.type.dims[1:], seg.type.pending)
         return [
-            Segment(tuple(s.replace(EACH, str(i)) for s in seg.sources), inner, seg.rows - 1)
+            Segment(tuple(s.replace(EACH, str(i)) for s in seg.sources), inner, seg.rows - 1, part=seg.part)
             for start, _, n in self.pieces(seg.type, 0, rank)
             for i in range(start, start + n)
         ]
@@ -121,6 +126,14 @@ class WeightMap:
 
     def shape(self, seg: Segment) -> tuple[int, int]:
         """Shape of the checkpoint tensor as a matrix (1 column for a vector); stacked ones lie one under the other."""
+        rows, cols = self.extent(seg)
+        if seg.part:
+            start, stop, period = seg.part
+            rows = rows // (stop - start) * period
+        return rows, cols
+
+    def extent(self, seg: Segment) -> tuple[int, int]:
+        """Shape of the segment as a matrix, without padding."""
         dims = [self.logical[d.name] for d in seg.type.dims]
         return math.prod(dims[: seg.rows]), math.prod(dims[seg.rows :])
 
@@ -129,17 +142,31 @@ class WeightMap:
         return self.plan.mesh.index(rank, t.pending) == 0 if t.pending else True
 
 
+def _scattered(run: Run, part: Part) -> list[Run]:
+    """A run of a segment's rows, counted in the tensor that holds them as `part` of every period."""
+    (src, dst, n), (start, stop, period) = run, part
+    width = stop - start
+    out: list[Run] = []
+    while n:
+        group, at = divmod(src, width)
+        length = min(n, width - at)
+        out.append((group * period + start + at, dst, length))
+        src, dst, n = src + length, dst + length, n - length
+    return out
+
+
 def verify_weights(m: WeightMap) -> None:
     """V14: every entry of every checkpoint tensor is held by as many ranks as the type says, none by fewer or more."""
-    seen: set[tuple[Type, int, bool]] = set()
+    _verify_parts(m)
+    seen: set[tuple[Type, int, bool, Part | None]] = set()
     for e in m.entries:
         for seg in e.segments:
-            if (seg.type, seg.rows, seg.stacked) in seen:
+            if (seg.type, seg.rows, seg.stacked, seg.part) in seen:
                 continue
-            seen.add((seg.type, seg.rows, seg.stacked))
+            seen.add((seg.type, seg.rows, seg.stacked, seg.part))
             axes = seg.type.axes()
             copies = m.plan.mesh.ranks // m.plan.mesh.size(axes)
-            want = math.prod(m.shape(seg)) * copies
+            want = math.prod(m.extent(seg)) * copies
             have = 0
             for r in range(m.plan.mesh.ranks):
                 if m.keeps(seg.type, r):
@@ -150,6 +177,24 @@ def verify_weights(m: WeightMap) -> None:
                 raise VerifyError(
                     "V14", f"@{e.name} : {seg.type}: ranks hold {have} entries, {want} are due ({copies} copies)"
                 )
+
+
+def _verify_parts(m: WeightMap) -> None:
+    """The parts that segments take of one tensor follow each other and make up its period."""
+    parts: dict[str, set[Part]] = {}
+    for e in m.entries:
+        for seg in e.segments:
+            if seg.part:
+                parts.setdefault(seg.sources[0], set()).add(seg.part)
+                if m.extent(seg)[0] % (seg.part[1] - seg.part[0]):
+                    raise VerifyError(
+                        "V14",
+                        f"@{e.name} : {seg.type} has {m.extent(seg)[0]} rows: no whole number of parts {seg.part}",
+                    )
+    for name, taken in parts.items():
+        bounds = [0, *(b for start, stop, _ in sorted(taken) for b in (start, stop)), *{p for _, _, p in taken}]
+        if bounds[::2] != bounds[1::2]:
+            raise VerifyError("V14", f"the parts {sorted(taken)} of {name!r} do not make up its rows, each once")
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -166,6 +211,7 @@ def to_json(m: WeightMap) -> dict[str, Any]:
                     "segments": [
                         {"sources": list(s.sources), "type": s.type.text(m.plan), "rows": s.rows}
                         | ({"stacked": True} if s.stacked else {})
+                        | ({"part": list(s.part)} if s.part else {})
                         for s in e.segments
                     ]
                 }
@@ -182,7 +228,10 @@ def from_json(raw: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int], logi
         Entry(
             e["name"], e["kind"],
             tuple(
-                Segment(tuple(s["sources"]), parse_type(s["type"], plan), s["rows"], s.get("stacked", False))
+                Segment(
+                    tuple(s["sources"]), parse_type(s["type"], plan), s["rows"], s.get("stacked", False),
+                    (s["part"][0], s["part"][1], s["part"][2]) if "part" in s else None,
+                )
                 for s in e.get("segments", ())
             ),
             e.get("attrs"),

@@ -18,7 +18,7 @@ from tokenspeed.ir.types import ROW_DIMS, Type
 Taint = Mapping[str, str]  # padded dim -> 0 | finite | -inf | undef
 ZERO, FINITE, LOW, UNDEF = "0", "finite", "-inf", "undef"
 
-_SAME = frozenset({"rope", "cross", "select_rows", "temper", "attend"})
+_SAME = frozenset({"rope", "rope_pairs", "cross", "select_rows", "temper", "attend", "mla"})
 
 
 def verify_pads(p: Program) -> None:
@@ -97,7 +97,7 @@ def _node(
     x: Taint = ins[0] if ins else {}
     op = n.op
     if isinstance(OPS[op], Redistribute) or op in _SAME:
-        if op == "attend":  # a padded head inside a group averages real values
+        if op in ("attend", "mla"):  # a padded head inside a group averages real values
             return [dict.fromkeys(x, FINITE)]
         return [dict(x)]
     if (value := demand(op, n.attrs)) is not None:
@@ -110,6 +110,9 @@ def _node(
         for d in n.attrs["in_dims"]:
             need(0, d, (ZERO, FINITE), "zero rows of the weight times infinity are NaN")
         return [{d: ins[1 + i].get(d, x.get(d, UNDEF)) for d in o} for i, o in enumerate(outs)]
+    if op == "head_linear":
+        need(0, types[n.inputs[0]].names[-1], (ZERO, FINITE), "zeros of the weight times infinity are NaN")
+        return [{d: ZERO if x.get(d, ZERO) in (ZERO, FINITE) else UNDEF for d in outs[0]}]
     if op == "experts":  # zero rows of gate and up meet zero columns of down
         for d in x:
             need(0, d, (ZERO, FINITE), "zero columns of the weights times infinity are NaN")
@@ -120,7 +123,7 @@ def _node(
         for d in ins[1]:
             raise VerifyError("V5", f"{where}: rms_norm over {d}, which is padded: its mean would count the padding")
         return [dict(x)]
-    if op == "append":
+    if op in ("append", "append_latent"):
         for i in (0, 1):
             for d in ins[i]:
                 need(i, d, (ZERO, FINITE), "the cache keeps what is written")

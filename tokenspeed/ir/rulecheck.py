@@ -75,6 +75,7 @@ class Bench:
         self.dtype = dtype
         self.inputs = [x.to(dtype) if x.is_floating_point() else x for x in form.make(self.sizes, self.blocks, self.g)]
         self.given: dict[tuple[int, Type], list[Tensor]] = {}
+        self.placed: dict[tuple[Any, ...], Type] = {}
 
     def base(self, i: int) -> Type:
         o = self.form.operands[i]
@@ -82,14 +83,16 @@ class Bench:
 
     def types(self, states: Sequence[Mapping[str, str]]) -> list[Type]:
         """Operand types, one mapping axis -> state an operand; later axes lie inside earlier ones."""
-        out: list[Type] = []
-        for i, per_axis in enumerate(states):
+        return [self._placed(i, per_axis) for i, per_axis in enumerate(states)]
+
+    def _placed(self, i: int, per_axis: Mapping[str, str]) -> Type:
+        key = (i, *per_axis.items())
+        if key not in self.placed:
             t = self.base(i)
             for a, s in per_axis.items():
-                kind = s.partition(":")[2] or "sum"
-                t = t.with_state(a, s.partition(":")[0], self.plan.mesh.ordered, kind)
-            out.append(t)
-        return out
+                t = t.with_state(a, s.partition(":")[0], self.plan.mesh.ordered, s.partition(":")[2] or "sum")
+            self.placed[key] = t
+        return self.placed[key]
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:

@@ -27,6 +27,8 @@ UNITS = {
     "n": 2,
     "kv": 1,
     "d": 4,
+    "c": 2,
+    "r2": 1,
     "slots": 8,
     "l": 2,
     "r": 4,
@@ -170,6 +172,18 @@ def _delta(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Te
     return [*(_holes(x, blocks) for x in values), _real([sizes["states"], hv, dk, dv], g), *_scan(sizes, blocks, g)]
 
 
+def _append_latent(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    *_, slot, _, _ = _append(sizes, blocks, g)
+    c, r = (_holes(_real([sizes["t"], sizes[d]], g), blocks) for d in ("c", "r2"))
+    return [c, r, slot, *(_real([sizes["slots"], sizes[d]], g) for d in ("c", "r2"))]
+
+
+def _mla(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    *_, pos, row, table = _attend(sizes, blocks, g)
+    q, qr = (_holes(_real([sizes["t"], sizes["n"], sizes[d]], g), blocks) for d in ("c", "r2"))
+    return [q, qr, *(_real([sizes["slots"], sizes[d]], g) for d in ("c", "r2")), pos, row, table]
+
+
 def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor:
     """Sampling parameters of `rows` requests; every second one greedy, the last of each block a hole."""
     p = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32)
@@ -245,8 +259,8 @@ FORMS: tuple[Form, ...] = (
     _same("rms_norm", X, _f("h"), eps=1e-5),
     _same("rms_norm", H3, _f("d"), name="rms_norm, heads", eps=1e-5),
     Form("add_rms_norm", "add_rms_norm", (X, Y, _f("h")), _plain(X, Y, _f("h")), {"eps": 1e-5}, (("t", "h"), ("t", "h"))),
-    Form("rope", "rope", (H3, Operand("i32", ("t",)), _f("pos_table", "rope_dim")), _rope, {}, (("t", "n", "d"),),
-         single={"rope_dim": 2}),
+    *(Form(op, op, (H3, Operand("i32", ("t",)), _f("pos_table", "rope_dim")), _rope, {}, (("t", "n", "d"),),
+           single={"rope_dim": 2}) for op in ("rope", "rope_pairs")),
     _same("silu", X), _same("gelu", X), _same("softcap", X, cap=1.5), _same("mul", X, Y), _same("silu_mul", X, Y),
     _same("gelu_mul", X, Y), _same("add", X, Y), _same("cross", X),
     _same("sigmoid", X), _same("mul_rows", X, _f("t")),
@@ -277,6 +291,13 @@ FORMS: tuple[Form, ...] = (
             *_SEGMENTS), _delta, {"scale": 0.5}, (("t", "n", "h"),), stored=(5,), single={"kv": 1} if one else {},
            tied={1: 0, 4: 3, 7: 6, 8: 6}) for one in (False, True)),
     _same("decay", _f("t", "n"), _f("n"), _f("n")), _same("l2_norm", H3, eps=1e-6), _same("gated_rms_norm", H3, H3, _f("d"), eps=1e-5),
+    Form("append_latent", "append_latent", (_f("t", "c"), _f("t", "r2"), Operand("i32", ("t",), "slots"), _f("slots", "c"),
+         _f("slots", "r2")), _append_latent, stored=(3, 4)),
+    Form("mla", "mla", (_f("t", "n", "c"), _f("t", "n", "r2"), _f("slots", "c"), _f("slots", "r2"), Operand("i32", ("t",)),
+         Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots")), _mla, {"scale": 0.5}, (("t", "n", "c"),),
+         single={"l": 2, "r2": 1}),
+    *(Form(f"head_linear{', transposed' if turned else ''}", "head_linear", (H3, _f("n", *inner)), _plain(H3, _f("n", *inner)), {},
+           (("t", "n", "c"),)) for turned, inner in ((False, ("c", "d")), (True, ("d", "c")))),
     Form("temper", "temper", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("add_gumbel", "add_gumbel", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),
     Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),

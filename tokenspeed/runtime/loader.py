@@ -96,11 +96,14 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
     if fmt in QUANTISED:
         return _quantised(m, s, source, checkpoint, rows, cols, local)
     out = torch.zeros(local, dtype=_DTYPES[fmt], device=device)
+    if not rows:  # a rank of padding alone
+        return out
+    first, stop = min(src for src, _, _ in rows), max(src + n for src, _, n in rows)  # runs lie close: one read
+    dense = _dense(checkpoint.matrix(source, (first, stop), m.shape(s)))
     for src, dst, n in rows:
-        part = checkpoint.matrix(source, (src, src + n), m.shape(s))
-        dense = _dense(part)
         for c_src, c_dst, width in cols:
-            out[dst : dst + n, c_dst : c_dst + width] = dense[:, c_src : c_src + width].to(out.dtype)
+            block = dense[src - first : src - first + n, c_src : c_src + width]
+            out[dst : dst + n, c_dst : c_dst + width] = block.to(out.dtype)
     return out
 
 
@@ -138,8 +141,10 @@ def rope_table(attrs: dict[str, Any]) -> Tensor:
     Angles are position * theta^(-2i/dim) (Su et al., 2104.09864); `linear` divides positions by `factor`; `divisors` holds
     one divisor a frequency (as GGUF files of Llama 3.x do); `llama3` divides
     low frequencies by `factor` and blends between `low_freq_factor` and `high_freq_factor` turns of the original context.
+    `yarn` (2309.00071) blends over the frequencies that turn `beta_fast` to `beta_slow` times in it, and scales both halves.
+    The table depends on the configuration alone, never on the length of a request.
     """
-    dim, p = int(attrs["dim"]), dict(attrs["parameters"])
+    dim, p, gain = int(attrs["dim"]), dict(attrs["parameters"]), 1.0
     inv = 1.0 / (float(p["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     if p["rope_type"] == "linear":
         inv = inv / float(p["factor"])
@@ -154,5 +159,23 @@ def rope_table(attrs: dict[str, Any]) -> Tensor:
         scaled = torch.where(wavelength > old / low, inv / factor, inv)
         between = (wavelength <= old / low) & (wavelength >= old / high)
         inv = torch.where(between, blended, scaled)
+    elif p["rope_type"] == "yarn":
+        inv, gain = _yarn(inv, p), float(p["attention_factor"])
     angle = torch.arange(int(attrs["positions"]), dtype=torch.float32)[:, None] * inv
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
+    return torch.cat([angle.cos(), angle.sin()], dim=1) * gain
+
+
+def _yarn(inv: Tensor, p: dict[str, Any]) -> Tensor:
+    """Frequencies [dim/2]: those that turn often in the original context as they are, slow ones divided by `factor`."""
+    dim, theta = 2 * len(inv), float(p["rope_theta"])
+
+    def turning(times: float) -> float:
+        """Index of the frequency that turns so often in the original context."""
+        return dim * math.log(p["original_max_position_embeddings"] / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = turning(p["beta_fast"]), turning(p["beta_slow"])
+    if p["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+    return inv / float(p["factor"]) * slow + inv * (1 - slow)

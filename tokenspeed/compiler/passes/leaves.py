@@ -19,7 +19,16 @@ from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
-from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import (
+    STREAM,
+    LatentAttention,
+    Matrices,
+    PagedAttention,
+    RMSNorm,
+    Rope,
+    SamplingState,
+    Weight,
+)
 from tokenspeed.models.nn.state import DeltaRule, StateCache
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
@@ -68,6 +77,9 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
     if isinstance(decl, StateCache):
         dtype = b.dtype if decl.dtype == STREAM else decl.dtype
         return {name: Param(name, "cache", (Type(dtype, (Dim("states", b.order(b.home)), *dims(decl.spec.dims))),))}
+    if isinstance(decl, LatentAttention):
+        slots = Dim("slots", b.order(b.home))
+        return {name: Param(name, "cache", tuple(Type(b.cache_dtype, (slots, d)) for d in dims(decl.spec.dims)))}
     if isinstance(decl, SamplingState):
         rows, words = Dim("r", b.order(b.home)), Dim("v")
         return {name: Param(name, "state", tuple(Type(t, (rows, words)) for t in ("i32", "u8", "f32")))}

@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
-from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
+from tokenspeed.compiler.weightmap import EACH, Entry, Part, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.models.nn.params import STREAM, Matrices, PagedAttention, RMSNorm, Rope, SamplingState, Weight
+from tokenspeed.models.nn.params import (
+    STREAM,
+    HeadLinear,
+    LatentAttention,
+    Matrices,
+    PagedAttention,
+    RMSNorm,
+    Rope,
+    SamplingState,
+    Weight,
+)
 from tokenspeed.models.nn.state import StateCache
 
 #: entries of one block of a quantised format along a row
@@ -25,31 +35,45 @@ BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 25
 @dataclass
 class Names:
     """Checkpoint names of a model's parameters, from its family's table ({i}: a list position, {e}: an expert). A tensor is
-    called by its entry and `.weight` or `.bias`; by the entry alone where that starts with `=`."""
+    called by its entry and `.weight` or `.bias`; by the entry alone where that starts with `=`. `name[a:b/c]` are rows a to b
+    of every c rows of a tensor that several segments share."""
 
     table: Mapping[str, str]
     memo: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
-    def sources(self, path: str, segments: int, suffix: str, each: str = "") -> list[tuple[str, ...]]:
-        """One tuple of alternatives a segment; a module without an entry is named by its own path, then `each`."""
+    def sources(
+        self, path: str, segments: int, suffix: str, each: str = ""
+    ) -> list[tuple[tuple[str, ...], Part | None]]:
+        """Alternatives, and the part of their rows, a segment; a module without an entry is named by its own path, then
+        `each`."""
         index = re.findall(r"\.(\d+)(?=\.|$)", path)
         pattern = re.sub(r"\.\d+(?=\.|$)", ".{i}", path)
         text = self.table.get(path) or self.table.get(pattern)
         if text is None:
             own = path + each
-            return [(f"{own}.{k}{suffix}" if segments > 1 else f"{own}{suffix}",) for k in range(segments)]
+            return [((f"{own}.{k}{suffix}" if segments > 1 else f"{own}{suffix}",), None) for k in range(segments)]
         for i in index:
             text = text.replace("{i}", i)
-        parts = [tuple(_tensor(alt.strip(), suffix) for alt in part.split(" or ")) for part in text.split("|")]
-        if len(parts) != segments:
+        found = [[_tensor(alt.strip(), suffix) for alt in segment.split(" or ")] for segment in text.split("|")]
+        if len(found) != segments:
             raise PlanError(
-                "P034", f"the names of {path!r} list {len(parts)} tensors, its map has {segments} segments: {text!r}"
+                "P034", f"the names of {path!r} list {len(found)} tensors, its map has {segments} segments: {text!r}"
             )
-        return parts
+        if any(len({part for _, part in alts}) > 1 for alts in found):
+            raise PlanError("P034", f"the names of {path!r} give alternatives of unlike parts: {text!r}")
+        return [(tuple(name for name, _ in alts), alts[0][1]) for alts in found]
 
 
-def _tensor(name: str, suffix: str) -> str:
-    return name[1:] if name.startswith("=") else name + suffix
+def _tensor(text: str, suffix: str) -> tuple[str, Part | None]:
+    name, bracket, rows = text.partition("[")
+    name = name[1:] if name.startswith("=") else name + suffix
+    if not bracket:
+        return name, None
+    m = re.fullmatch(r"(\d+):(\d+)/(\d+)\]", rows)
+    start, stop, period = map(int, m.groups()) if m else (0, 0, 0)
+    if not start < stop <= period:
+        raise PlanError("P034", f"{text!r}: write a part of a tensor's rows as name[START:STOP/PERIOD]")
+    return name, (start, stop, period)
 
 
 def choose_formats(
@@ -60,11 +84,13 @@ def choose_formats(
     for path, decl in flat.decls.items():
         if not isinstance(decl, Matrices | Weight) or (isinstance(decl, Weight) and decl.dtype != STREAM):
             continue
-        if isinstance(decl, Matrices) and decl.stacked:  # experts are stored as numbers: no kernel reads them in blocks
+        if isinstance(decl, HeadLinear) or (
+            isinstance(decl, Matrices) and decl.stacked
+        ):  # no kernel reads them in blocks
             out[path] = dtype
             continue
         segs = len(decl.segments) if isinstance(decl, Matrices) else 1
-        found = {next((f for s in alts if (f := stored(s))), None) for alts in names.sources(path, segs, ".weight")}
+        found = {next((f for s in alts if (f := stored(s))), None) for alts, _ in names.sources(path, segs, ".weight")}
         fmt = found.pop() if len(found) == 1 else None
         out[path] = fmt if fmt in BLOCK and _sliceable(decl, layout, BLOCK[fmt]) else dtype
     return out
@@ -90,7 +116,7 @@ def _sliceable(decl: Matrices | Weight, layout: Layout, block: int) -> bool:
 def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> WeightMap:
     entries: list[Entry] = []
     for path, decl in flat.decls.items():
-        if isinstance(decl, PagedAttention | SamplingState | StateCache):
+        if isinstance(decl, PagedAttention | LatentAttention | SamplingState | StateCache):
             continue
         if isinstance(decl, Rope):
             attrs = {"dim": decl.dim, "positions": decl.positions, "parameters": decl.parameters}
@@ -102,8 +128,8 @@ def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> We
             stacked = isinstance(decl, Matrices) and decl.stacked
             sources = names.sources(path, len(param.types), suffix, f".{EACH}" if stacked else "")
             segs = tuple(
-                Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in, stacked)
-                for alts, t in zip(sources, param.types)
+                Segment(alts, t, len(t.dims) if suffix == ".bias" else len(t.dims) - n_in, stacked, part)
+                for (alts, part), t in zip(sources, param.types)
             )
             offset = {"offset": decl.offset} if isinstance(decl, RMSNorm) and decl.offset else None
             entries.append(Entry(name, "weight", segs, offset))

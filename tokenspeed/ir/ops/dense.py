@@ -195,7 +195,7 @@ class AddRmsNorm(Op):
 
 
 class Rope(Op):
-    """x [T, heads, D], pos i32[T], table f32[P, R] (cos R/2 | sin R/2) -> x rotated in halves on its first R dims."""
+    """x [T, (heads,) D], pos i32[T], table f32[P, R] (cos R/2 | sin R/2) -> x rotated in halves on its first R dims."""
 
     name = "rope"
     in_place_ok = True
@@ -206,17 +206,29 @@ class Rope(Op):
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         return [
             pointwise_rule(
-                "rope", axis, states, ins, ins[0].names, linear=[(0,)], closed=(ins[0].names[-1], *ins[2].names)
+                self.name, axis, states, ins, ins[0].names, linear=[(0,)], closed=(ins[0].names[-1], *ins[2].names)
             )
         ]
 
     def reference(self, x: Tensor, pos: Tensor, table: Tensor) -> Tensor:
         half = table.shape[1] // 2
-        rows = table[pos.clamp(min=0).long()]
-        cos, sin = rows[:, None, :half], rows[:, None, half:]
+        rows = table[pos.clamp(min=0).long()].view(x.shape[0], *[1] * (x.dim() - 2), table.shape[1])
+        cos, sin = rows[..., :half], rows[..., half:]
         a, b, rest = wide(x[..., :half]), wide(x[..., half : 2 * half]), x[..., 2 * half :]
         out = torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
-        return torch.where((pos >= 0)[:, None, None], out, x)
+        return torch.where((pos >= 0).view(x.shape[0], *[1] * (x.dim() - 1)), out, x)
+
+
+class RopePairs(Rope):
+    """As rope, but dims 2i and 2i + 1 are a pair."""
+
+    name = "rope_pairs"
+
+    def reference(self, x: Tensor, pos: Tensor, table: Tensor) -> Tensor:
+        turned = table.shape[1]
+        split = torch.cat([x[..., 0:turned:2], x[..., 1:turned:2], x[..., turned:]], -1)
+        a, b = super().reference(split, pos, table)[..., :turned].chunk(2, -1)
+        return torch.cat([torch.stack([a, b], -1).flatten(-2), x[..., turned:]], -1)
 
 
 class Silu(Op):
@@ -466,6 +478,7 @@ DENSE = [
     OPS_RMS,
     AddRmsNorm(),
     Rope(),
+    RopePairs(),
     Silu(),
     Sigmoid(),
     Mul(),

@@ -16,7 +16,9 @@ _rope = _cpu.rope
 
 
 def rope(x: Tensor, pos: Tensor, table: Tensor, *, out: Tensor) -> None:
-    """x, out f32|bf16 [T, n, D]; pos i32 [T] (negative: the row is copied); table f32 [P, R]: cos R/2 | sin R/2."""
+    """x, out f32|bf16 [T, (n,) D]; pos i32 [T] (negative: the row is copied); table f32 [P, R]: cos R/2 | sin R/2."""
+    if x.dim() == out.dim() == 2:
+        x, out = x[:, None], out[:, None]
     t, n, d = x.shape
     xs, os, ts = x.stride(), out.stride(), table.stride()
     r = table.shape[1]

@@ -18,6 +18,8 @@ from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.moe import Mixture, Routed, Shared
 from tokenspeed.models.nn.params import (
     Experts,
+    HeadLinear,
+    LatentAttention,
     Linear,
     PagedAttention,
     RMSNorm,
@@ -44,7 +46,8 @@ from tokenspeed.models.nn.params import (
 from tokenspeed.models.nn.state import Conv, DeltaRule, GatedRMSNorm, StateBatch, StateCache, decay, l2_norm
 
 __all__ = [
-    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "Linear", "Mixture",
+    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "HeadLinear",
+    "LatentAttention", "Linear", "Mixture",
     "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
     "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",
     "lookup", "place", "route", "select_rows", "silu", "softcap", "temper",

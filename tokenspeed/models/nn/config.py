@@ -5,6 +5,7 @@ Invariant: a field is read by name exactly once it matters; a field that no code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,10 +24,13 @@ _COUNTS = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "decoder_sparse_step", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar",
+    "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim",
 })  # fmt: skip
 _POSITIVE = frozenset({
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
-    "attn_logit_softcapping", "final_logit_softcapping",
+    "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings", "routed_scaling_factor",
+    "beta_fast", "beta_slow",
 })  # fmt: skip
 
 
@@ -40,6 +44,26 @@ def checked(name: str, value: Any) -> Any:
     if name in _POSITIVE and not (number and 0 < value < float("inf")):
         raise ConfigError(f"{name} is {value!r} in config.json: it must be a positive number")
     return int(value) if name in _COUNTS else value
+
+
+def yarn_scale(factor: float, by: float = 1.0) -> float:
+    """How much longer vectors are made for contexts `factor` times the original (YaRN, 2309.00071, eq. 22), `by` as a model
+    weighs it."""
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn(p: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration may leave to YaRN's defaults, its bounds in turns and the factor of cosines and sines."""
+    part, whole = p.get("mscale"), p.get("mscale_all_dim")
+    gain = p.get("attention_factor")
+    if gain is None:
+        gain = (
+            yarn_scale(p["factor"], part) / yarn_scale(p["factor"], whole)
+            if part and whole
+            else yarn_scale(p["factor"])
+        )
+    fast, slow = p.get("beta_fast") or 32, p.get("beta_slow") or 1
+    return {"attention_factor": gain, "beta_fast": fast, "beta_slow": slow, "truncate": p.get("truncate", True)}
 
 
 class Config:
@@ -91,8 +115,8 @@ class Config:
 
     @property
     def experts(self) -> int:
-        """Routed experts of a layer; transformers 5 writes `num_local_experts`."""
-        return int(self.get("num_local_experts") or self.num_experts)
+        """Routed experts of a layer, under the name that the configuration uses (transformers 5: `num_local_experts`)."""
+        return int(self.get("num_local_experts") or self.get("n_routed_experts") or self.num_experts)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
@@ -111,14 +135,17 @@ class Config:
             out["rope_theta"] = self.get(theta, default)
         for key, value in out.items():
             checked(key, value)
-        supported = ("default", "linear", "llama3", "divisors")
+        supported = ("default", "linear", "llama3", "yarn", "divisors")
         if out["rope_type"] not in supported:
             raise ConfigError(f"rope_type {out['rope_type']!r} is not supported; supported: {', '.join(supported)}")
-        if out["rope_type"] == "llama3":
-            for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-                if key not in out:
-                    raise ConfigError(f"rope_type 'llama3' needs {key!r} in rope_parameters / rope_scaling")
-        return out
+        needed = {
+            "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }  # fmt: skip
+        for key in needed.get(out["rope_type"], ()):
+            if out.get(key) is None:
+                raise ConfigError(f"rope_type {out['rope_type']!r} needs {key!r} in rope_parameters / rope_scaling")
+        return out | _yarn(out) if out["rope_type"] == "yarn" else out
 
     def refuse(self, field: str, allowed: tuple[Any, ...], why: str) -> None:
         """ConfigError unless the field is absent or one of `allowed`."""

@@ -124,6 +124,26 @@ class Experts(Matrices):
         return [f"@{self.path}:{i}" for i in range(len(self.segments))]
 
 
+class HeadLinear(Matrices):
+    """One linear map a head, "n@tp: a -> b": [T, n, a] -> [T, n, b]. A checkpoint holds the heads' matrices [b, a] as one, one
+    under the other; with `transposed` matrices [a, b]."""
+
+    def __init__(self, map_: str, transposed: bool = False) -> None:
+        self.text = map_
+        heads, _, rest = map_.partition(":")
+        inp, outs = _read(parse_sides, rest)
+        dims = [*_read(parse_spec, heads).dims, *inp, *(outs[0] if outs else ())]
+        if len(dims) != 3 or len(outs) != 1:
+            raise SpecError("P001", f"{caller()}: HeadLinear({map_!r}) maps one dim of each head, e.g. `n@tp: a -> b`")
+        head, a, b = dims
+        rows, self.inp = (a, (b,)) if transposed else (b, (a,))
+        self.segments = [Segment((head, rows), self.inp)]
+
+    def __call__(self, x: Any) -> Any:
+        current().frame.params[self.path] = self
+        return apply("head_linear", [x, f"@{self.path}"])
+
+
 class RMSNorm(Param):
     """x * rsqrt(mean(x^2) + eps) * w over the last dim.
 
@@ -139,15 +159,16 @@ class RMSNorm(Param):
 
 
 class Rope(Param):
-    """Rotary position embedding in halves (Su et al., 2104.09864). The table is computed at load from `parameters`
-    (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
+    """Rotary position embedding (Su et al., 2104.09864) in halves, or with `pairs` of neighbours. The table is computed at load
+    from `parameters` (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
 
-    def __init__(self, dim: int, positions: int, parameters: dict[str, Any]) -> None:
-        self.dim, self.positions, self.parameters = dim, positions, parameters
+    def __init__(self, dim: int, positions: int, parameters: dict[str, Any], pairs: bool = False) -> None:
+        self.dim, self.positions, self.parameters, self.pairs = dim, positions, parameters, pairs
 
     def __call__(self, q: Any, k: Any, pos: Any) -> tuple[Any, Any]:
         current().frame.params[self.path] = self
-        return apply("rope", [q, pos, f"@{self.path}"]), apply("rope", [k, pos, f"@{self.path}"])
+        op = "rope_pairs" if self.pairs else "rope"
+        return apply(op, [q, pos, f"@{self.path}"]), apply(op, [k, pos, f"@{self.path}"])
 
 
 class PagedAttention(Param):
@@ -174,6 +195,23 @@ class PagedAttention(Param):
         apply("append", [k, v, b.slot, ck, cv], 0)
         extra = [sinks.ref()] if sinks else []
         return apply("attend", [q, ck, cv, b.pos, b.row, b.table, *extra], scale=self.scale, **self.options)
+
+
+class LatentAttention(Param):
+    """Causal attention of all heads over one latent and one rotated part a token (MLA), both kept in a cache of the
+    full-attention group. spec: "kl dr", their widths. scale: of the scores."""
+
+    def __init__(self, spec: str, scale: float) -> None:
+        self.spec, self.scale = _read(parse_spec, spec), scale
+        if len(self.spec.dims) != 2:
+            raise SpecError("P001", f"{caller()}: LatentAttention({spec!r}) takes two dims: latent, rotated part")
+
+    def __call__(self, q: Any, rotated_q: Any, latent: Any, rotated: Any, b: Any) -> Any:
+        """q [T, n, kl], rotated_q [T, n, dr], latent [T, kl], rotated [T, dr] -> [T, n, kl], the heads' mixes of latents."""
+        current().frame.params[self.path] = self
+        caches = [f"@{self.path}:0", f"@{self.path}:1"]
+        apply("append_latent", [latent, rotated, b.slot, *caches], 0)
+        return apply("mla", [q, rotated_q, *caches, b.pos, b.row, b.table], scale=self.scale)
 
 
 class SamplingState(Param):
