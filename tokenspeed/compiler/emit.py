@@ -146,8 +146,8 @@ class _Emitter:
             out = self._tensor(f"{f.outputs[0]}@whole" if n.op == "linear" else f.outputs[0])
             return args, out.flatten(1), {}
         args = [self._operand(f, k) for k in range(len(f.inputs))]
-        if n.op == "experts":  # gate and up are the segments of one tensor
-            args[3:] = [spec.pack(args[3]), spec.pack(args[5])]
+        if n.op == "experts":  # gate and up are the segments of one tensor, and so are their biases
+            args[3:] = [spec.pack(args[3]), spec.pack(args[5]), *args[6:7], *args[8:]]
         if n.op == "head_linear":
             args[1] = spec.pack(args[1]).view(f.ins[1].local_shape(self.at.sizes, self.p.plan))
         if n.op == "lookup":

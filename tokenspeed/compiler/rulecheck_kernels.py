@@ -72,7 +72,8 @@ class KernelRun:
         out: tuple[Tensor, ...] = tuple(torch.full_like(x.contiguous(), _poison(x)) for x in whole)
         args = [x if i in form.stored else x.contiguous() for i, x in enumerate(local)]
         if form.op == "experts":
-            args[3:] = [self.spec.pack(torch.cat(args[3:5], 1)), self.spec.pack(args[5])]
+            biases = [torch.cat(args[6:8], 1), args[8]] if len(args) > 6 else []
+            args[3:] = [self.spec.pack(torch.cat(args[3:5], 1)), self.spec.pack(args[5]), *biases]
         if form.op == "lookup":
             args[1] = self.spec.pack(args[1])
         self.spec.fn(*args, out=out if isinstance(like, tuple) else out[0], **attrs)

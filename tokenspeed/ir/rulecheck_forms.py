@@ -122,6 +122,11 @@ def _experts(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[
     return [_holes(_real([t, h], g), blocks), _holes(ids, blocks), _holes(_real([t, k], g), blocks), *weights]
 
 
+def _biased_experts(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    e, f, h = (sizes[d] for d in ("e", "f", "h"))
+    return [*_experts(sizes, blocks, g), *(_real(shape, g) for shape in ([e, f], [e, f], [e, h]))]
+
+
 def _append(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
     t, slots = sizes["t"] // blocks, sizes["slots"] // blocks
     shape = [sizes["kv"], sizes["d"]]
@@ -274,6 +279,9 @@ FORMS: tuple[Form, ...] = (
          single={"k": 2}),
     Form("experts", "experts", (X, Operand("i32", ("t", "k")), _f("t", "k"), _f("e", "f", "h"), _f("e", "f", "h"),
          _f("e", "h", "f")), _experts, {}, (("t", "h"),), single={"k": 2}),
+    Form("experts, biases and clamp", "experts", (X, Operand("i32", ("t", "k")), _f("t", "k"), _f("e", "f", "h"),
+         _f("e", "f", "h"), _f("e", "h", "f"), _f("e", "f"), _f("e", "f"), _f("e", "h")), _biased_experts,
+         {"alpha": 1.7, "limit": 1.0}, (("t", "h"),), single={"k": 2}, tied={4: 3, 7: 6}),
     Form("append", "append", (_f("t", "kv", "d"), _f("t", "kv", "d"), Operand("i32", ("t",), "slots"), _CACHE, _CACHE), _append,
          stored=(3, 4)),
     *(Form(f"attend{', one KV head a block' if one else ''}", "attend",

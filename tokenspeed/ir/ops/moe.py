@@ -91,17 +91,19 @@ class Route(Op):
 
 
 class Experts(Op):
-    """x [T, H], ids i32[T, K], shares f32[T, K], gate, up [E, F, H], down [E, H, F] -> [T, H] of x's dtype.
+    """x [T, H], ids i32[T, K], shares f32[T, K], gate, up [E, F, H], down [E, H, F] (, their biases [E, F], [E, F], [E, H])
+    -> [T, H] of x's dtype.
 
-    Row t is the sum over its K experts e of share * (silu(x gate_e) * up_e x) down_e, experts in ascending order, summed in
-    float32. ids count all experts; those outside this rank's block (attr `offset` at a call) add nothing. gate and up may
-    come as one tensor [E, 2F, H].
+    Row t is the sum over its K experts e of share * down_e(gated(gate_e x, up_e x)), experts in ascending order, summed in
+    float32; gated(g, u) is silu(g) * u. With attrs `limit` and `alpha` it is g sigmoid(alpha g) (u + 1), g cut above limit and
+    u to limit on both sides (gpt-oss). ids count all experts; those outside this rank's block (attr `offset` at a call) add
+    nothing. gate and up, and their biases, may come as one tensor [E, 2F, H] ([E, 2F]).
     """
 
     name = "experts"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        x, ids, shares, gate, up, down = ins
+        x, ids, shares, gate, up, down, *biases = ins
         e, f, h = gate.names
         if up.names != gate.names or down.names != (e, h, f) or x.names[1:] != (h,):
             raise RuleError(
@@ -110,6 +112,10 @@ class Experts(Op):
             )
         if ids.names != shares.names or ids.names[:1] != x.names[:1]:
             raise RuleError("P004", f"experts of {x} by {ids}, {shares}: one row of ids and shares a row is needed")
+        if biases and [b.names for b in biases] != [(e, f), (e, f), (e, h)]:
+            raise RuleError(
+                "P004", f"experts with the biases {', '.join(map(str, biases))}: [e f], [e f], [e h] are due"
+            )
         return [(x.dtype, x.names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
@@ -117,12 +123,12 @@ class Experts(Op):
         e, f, _ = ins[3].names
         r = "R"
         table: dict[tuple[str, ...], str] = {
-            (r, r, r, r, r, r): r,
-            (t, t, t, r, r, r): t,
-            (r, r, r, e, e, e): "P",  # each rank its own experts
-            (r, r, r, f, f, f): "P",  # each rank a part of every expert's width, contracted by `down`
+            (r,) * 9: r,
+            (t, t, t, *(r,) * 6): t,
+            (r, r, r, *(e,) * 6): "P",  # each rank its own experts
+            (r, r, r, f, f, f, f, f, "P"): "P",  # each rank a part of every expert's width, contracted by `down`
         }
-        got = table.get(tuple(states))
+        got = {k[: len(states)]: v for k, v in table.items()}.get(tuple(states))
         if got is not None:
             return [got]
         if states[0] == "P":
@@ -131,6 +137,11 @@ class Experts(Op):
         if t in states[:3]:
             raise refuse("experts", axis, states, ins, f"rows, ids and shares go together, with whole experts: on {axis} "
                          "either the rows are split or the weights are")  # fmt: skip
+        if tuple(states[3:8]) == (f,) * 5:
+            raise refuse(
+                "experts", axis, states, ins, f"a complete bias inside a sum pending over {axis} is counted once a rank", "P012",
+                fixes=(f"declare the bias of `down` pending over {axis} (0 bytes: the first rank keeps it)",),
+            )  # fmt: skip
         raise refuse(
             "experts", axis, states, ins, f"the weights' blocks do not match: {e} or {f} is sharded on all three"
         )
@@ -138,7 +149,7 @@ class Experts(Op):
     def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
         outs = super().infer(ins, attrs, order, home)
         for k in range(2):
-            axes = {t.dim(ins[3].names[k]).axes for t in ins[3:]}
+            axes = {t.dim(ins[3].names[k]).axes for t in ins[3:] if ins[3].names[k] in t.names}
             if len(axes) > 1:
                 raise RuleError("P014", f"experts: {ins[3].names[k]} is sharded in the orders {sorted(axes)}")
         return outs
@@ -146,16 +157,22 @@ class Experts(Op):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        return {"offset": at.offset(ins[3].dims[0])}
+        return dict(attrs) | {"offset": at.offset(ins[3].dims[0])}
 
-    def reference(self, x: Tensor, ids: Tensor, shares: Tensor, *weights: Tensor, offset: int = 0) -> Tensor:
-        both, down = weights[0] if len(weights) == 2 else torch.cat(weights[:2], 1), weights[-1]
+    def reference(
+        self, x: Tensor, ids: Tensor, shares: Tensor, *weights: Tensor, offset: int = 0, alpha: float = 0.0,
+        limit: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        both, down, *biases = (torch.cat(weights[:2], 1), *weights[2:]) if len(weights) in (3, 6) else weights
+        if len(biases) == 3:
+            biases = [torch.cat(biases[:2], 1), biases[2]]
         out = torch.zeros_like(wide(x))
         for e in range(both.shape[0]):
             mine = ids == e + offset
             share = torch.where(mine, shares.to(out.dtype), 0.0).sum(-1, keepdim=True)
-            gate, up = (wide(x) @ wide(both[e]).t()).to(x.dtype).chunk(2, -1)
-            y = wide(torch.nn.functional.silu(gate) * up) @ wide(down[e]).t()
+            first = wide(x) @ wide(both[e]).t() + (wide(biases[0][e]) if biases else 0.0)
+            gate, up = first.to(x.dtype).chunk(2, -1)
+            y = wide(gated(gate, up, alpha, limit)) @ wide(down[e]).t() + (wide(biases[1][e]) if biases else 0.0)
             out += torch.where(mine.any(-1, keepdim=True), share * y, 0.0)
         return out.to(x.dtype)
 
@@ -167,6 +184,14 @@ class Experts(Op):
         held, f, _ = weights[0]
         picked = min(k, held)
         return float(2 * h + picked * (h + 3 * f)), float(3 * picked * h * f)
+
+
+def gated(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """What an expert makes of gate and up; see Experts. `limit` 0: silu(gate) * up."""
+    if not limit:
+        return torch.nn.functional.silu(gate) * up
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * alpha) * (up.clamp(-limit, limit) + 1)
 
 
 MOE = [Route(), Experts()]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tokenspeed.ir.ops.moe import gated
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.gemm.cpu import linear
@@ -32,9 +33,13 @@ def pack_stack(weight: Tensor) -> Stack:
     return known
 
 
-def experts(x: Tensor, ids: Tensor, shares: Tensor, w13: Stack, w2: Stack, *, offset: int = 0, out: Tensor) -> None:
+def experts(
+    x: Tensor, ids: Tensor, shares: Tensor, w13: Stack, w2: Stack, b13: Tensor | None = None, b2: Tensor | None = None, *,
+    offset: int = 0, alpha: float = 0.0, limit: float = 0.0, out: Tensor,
+) -> None:  # fmt: skip
     """x f32|bf16 [T, H], ids i32 [T, K], shares f32 [T, K], w13 packed [2F, H] an expert (gate, then up), w2 packed
-    [H, F]; out [T, H] of x's dtype. ids outside offset .. offset + E are another rank's."""
+    [H, F], biases b13 [E, 2F] and b2 [E, H]; out [T, H] of x's dtype. ids outside offset .. offset + E are another rank's.
+    alpha and limit as of the op; limit 0: silu(gate) * up."""
     rows, width = x.shape
     inner = w2[0].k
     fits = w13[0].k == w2[0].n == width and w13[0].n == 2 * inner and ids.shape == shares.shape and ids.shape[0] == rows
@@ -47,16 +52,19 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, w13: Stack, w2: Stack, *, of
     share = shares.flatten()[order, None]
     ends = torch.searchsorted(local[order], torch.arange(len(w13) + 1, dtype=local.dtype)).tolist()
     total = torch.zeros(rows, width)
-    for up, down, start, end in zip(w13, w2, ends, ends[1:]):
+    for e, (up, down, start, end) in enumerate(zip(w13, w2, ends, ends[1:])):
         if start == end:
             continue
         mine = token[start:end]
         wide = x.new_empty(end - start, 2 * inner)
-        linear(x[mine], up, out=wide)
+        linear(x[mine], up, None if b13 is None else b13[e], out=wide)
         gate = wide[:, :inner]
-        binary(SILU_MUL, gate, wide[:, inner:], gate)
+        if limit:
+            gate.copy_(gated(gate, wide[:, inner:], alpha, limit))
+        else:
+            binary(SILU_MUL, gate, wide[:, inner:], gate)
         y = torch.empty(end - start, width)
-        linear(gate, down, out=y)
+        linear(gate, down, None if b2 is None else b2[e], out=y)
         total.index_add_(0, mine, y.mul_(share[start:end]))
     out.copy_(total)
 

@@ -17,6 +17,7 @@ from tokenspeed.models.nn.config import Config, ConfigError
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.moe import Mixture, Routed, Shared
 from tokenspeed.models.nn.params import (
+    Clamp,
     Experts,
     HeadLinear,
     LatentAttention,
@@ -46,7 +47,7 @@ from tokenspeed.models.nn.params import (
 from tokenspeed.models.nn.state import Conv, DeltaRule, GatedRMSNorm, StateBatch, StateCache, decay, l2_norm
 
 __all__ = [
-    "MLP", "Batch", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "HeadLinear",
+    "MLP", "Batch", "Clamp", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "HeadLinear",
     "LatentAttention", "Linear", "Mixture",
     "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
     "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",

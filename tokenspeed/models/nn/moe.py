@@ -9,25 +9,26 @@ from torch import Tensor
 
 from tokenspeed.models.nn.blocks import MLP, Rows, Stream
 from tokenspeed.models.nn.module import Module
-from tokenspeed.models.nn.params import Experts, Linear, Routing, Weight, experts, route
+from tokenspeed.models.nn.params import Clamp, Experts, Linear, Routing, Weight, experts, route
 
 
 class Routed(Module):
     """Each row through the experts that `how` picks for it, gated MLPs of width fe.
 
     `e` experts lie on `ep`, the width of each on `etp`. Every rank routes the rows it sees and adds its own experts' share.
-    `bias`: a float32 correction of the scores, for the choice alone.
+    `bias`: a float32 correction of the scores, for the choice alone. `biases`: router and experts have biases of their own.
     """
 
-    def __init__(self, how: Routing, bias: bool = False) -> None:
-        self.how = how
-        self.router = Linear("h -> e", dtype="f32")
+    def __init__(self, how: Routing, bias: bool = False, biases: bool = False, clamp: Clamp | None = None) -> None:
+        self.how, self.clamp = how, clamp
+        self.router = Linear("h -> e", bias=biases, dtype="f32")
         self.correction = Weight("e", dtype="f32") if bias else None
-        self.w13, self.w2 = Experts("e@ep h -> fe@etp | fe@etp"), Experts("e@ep fe@etp -> h")
+        self.w13 = Experts("e@ep h -> fe@etp | fe@etp", bias=biases)
+        self.w2 = Experts("e@ep fe@etp -> h", bias="e@ep h +etp" if biases else None)
 
     def forward(self, x: Rows) -> Annotated[Tensor, "t* h +ep? +etp"]:
         ids, shares = route(self.router(x), self.how, self.correction)
-        return experts(x, ids, shares, self.w13, self.w2)
+        return experts(x, ids, shares, self.w13, self.w2, self.clamp)
 
 
 class Shared(MLP):

@@ -68,6 +68,13 @@ class Matrices(Param):
     stacked: bool = False  # the first output dim of each segment counts checkpoint tensors
 
 
+def _biases(map_: str, segments: list[Segment], bias: bool | str | None) -> list[Spec] | None:
+    """Where the biases of a map lie: like each output, or as a spec says of the one output."""
+    if isinstance(bias, str) and len(segments) != 1:
+        raise SpecError("P001", f"{caller()}: {map_!r}: a bias spec goes with one segment")
+    return [_read(parse_spec, bias)] if isinstance(bias, str) else [Spec(seg.out) for seg in segments] if bias else None
+
+
 class Linear(Matrices):
     """A linear map "h -> n@tp*d | kv@tp:kv*d | ...": one output a segment, stored as one matrix [sum of outputs, input].
 
@@ -79,12 +86,7 @@ class Linear(Matrices):
         self.text, self.dtype = map_, dtype
         self.inp, outs = _read(parse_sides, map_)
         self.segments = [Segment(out, self.inp) for out in outs]
-        if bias is True:
-            self.bias = [Spec(seg.out) for seg in self.segments]
-        elif bias:
-            self.bias = [_read(parse_spec, bias)]
-            if len(self.segments) != 1:
-                raise SpecError("P001", f"{caller()}: Linear({map_!r}): a bias spec goes with one segment")
+        self.bias = _biases(map_, self.segments, bias)
 
     def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
@@ -105,11 +107,11 @@ class Linear(Matrices):
 
 class Experts(Matrices):
     """One linear map an expert, "e@ep h -> f@etp | f@etp" or "e@ep f@etp -> h": the expert's dim comes first, and a
-    checkpoint holds a tensor an expert. The weights of `experts`."""
+    checkpoint holds a tensor an expert. bias: as of Linear ("e@ep h +etp"). The weights of `experts`."""
 
     stacked = True
 
-    def __init__(self, map_: str) -> None:
+    def __init__(self, map_: str, bias: bool | str | None = None) -> None:
         self.text = map_
         (expert, *inp), outs = _read(parse_sides, map_)
         if len(inp) != 1 or any(len(out) != 1 for out in outs):
@@ -118,10 +120,13 @@ class Experts(Matrices):
             )
         self.inp = tuple(inp)
         self.segments = [Segment((expert, *out), self.inp) for out in outs]
+        self.bias = _biases(map_, self.segments, bias)
 
-    def refs(self) -> list[str]:
+    def refs(self) -> tuple[list[str], list[str]]:
+        """References of the maps, and of their biases."""
         current().frame.params[self.path] = self
-        return [f"@{self.path}:{i}" for i in range(len(self.segments))]
+        count = range(len(self.segments))
+        return [f"@{self.path}:{i}" for i in count], [f"@{self.path}.bias:{i}" for i in count if self.bias]
 
 
 class HeadLinear(Matrices):
@@ -263,13 +268,25 @@ def route(logits: Any, how: Routing, bias: Weight | None = None, dim: str = "k")
     return apply("route", [logits, *refs], 2, dim=dim, bias=bool(refs), **asdict(how))
 
 
-def experts(x: Any, ids: Any, shares: Any, w13: Experts, w2: Experts) -> Any:
-    """Each row through its experts: sum of share * down_e(silu(gate_e(x)) * up_e(x)); w13 holds gate and up, w2 down."""
-    if (len(w13.segments), len(w2.segments)) != (2, 1):
+@dataclass(frozen=True)
+class Clamp:
+    """The gate of gpt-oss's experts: g sigmoid(alpha g) (u + 1), g cut above `limit` and u to it on both sides."""
+
+    alpha: float
+    limit: float
+
+
+def experts(x: Any, ids: Any, shares: Any, w13: Experts, w2: Experts, clamp: Clamp | None = None) -> Any:
+    """Each row through its experts: sum of share * down_e(silu(gate_e(x)) * up_e(x)), or as `clamp` says; w13 holds gate and up,
+    w2 down."""
+    if (len(w13.segments), len(w2.segments), bool(w13.bias)) != (2, 1, bool(w2.bias)):
         raise SpecError(
-            "P004", f"{caller()}: experts takes gate and up as two segments and one down, not {w13.text!r}, {w2.text!r}"
+            "P004",
+            f"{caller()}: experts takes gate and up as two segments and one down, with biases on all or none, not "
+            f"{w13.text!r}, {w2.text!r}",
         )
-    return apply("experts", [x, ids, shares, *w13.refs(), *w2.refs()])
+    (both, of_both), (down, of_down) = w13.refs(), w2.refs()
+    return apply("experts", [x, ids, shares, *both, *down, *of_both, *of_down], **asdict(clamp) if clamp else {})
 
 
 def lookup(w: Weight, ids: Any) -> Any:
