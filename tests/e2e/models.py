@@ -19,8 +19,8 @@ PROMPTS = [
 
 
 CONFIGS = {
-    "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "gemma3": "Gemma3TextConfig",
-    "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
+    "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config",
+    "gemma3": "Gemma3TextConfig", "gpt_oss": "GptOssConfig", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
@@ -34,6 +34,23 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.0,
+        "intermediate_size": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }
@@ -63,6 +80,8 @@ def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
             for name, p in (*model.named_parameters(), *model.named_buffers()):
                 if "bias" in name or (kind == "gemma3" and "norm" in name):
                     p.normal_(0, 0.1)
+                if "sinks" in name:
+                    p.normal_(0, 2)
         model.save_pretrained(path)
     return path
 

@@ -81,6 +81,11 @@ YARN = {
         ("deepseek_v3", {}),
         ("deepseek_v3", {"rope_parameters": YARN, "rope_interleave": False}),
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
+        ("gpt_oss", {}),
+        (
+            "gpt_oss",
+            {"num_hidden_layers": 2, "swiglu_alpha": 1.3, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
         ("gemma3", {}),
         ("gemma3", {"final_logit_softcapping": 4.0, "tie_word_embeddings": False, "num_key_value_heads": 1}),
     ],

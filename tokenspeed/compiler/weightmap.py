@@ -93,11 +93,10 @@ class WeightMap:
         return out
 
     def matrix_pieces(self, seg: Segment, rank: int) -> tuple[list[Run], list[Run], tuple[int, int]]:
-        """Row and column runs of the checkpoint matrix a rank holds, and the local shape (rows, columns)."""
+        """Row and column runs that a rank holds of the segment as a matrix (of the part of a tensor that it is), and the
+        local shape (rows, columns)."""
         local = seg.type.local_shape(self.sizes, self.plan)
         rows = self._flat(seg.type, 0, seg.rows, rank)
-        if seg.part:
-            rows = [run for r in rows for run in _scattered(r, seg.part)]
         cols = self._flat(seg.type, seg.rows, len(local), rank)
         return rows, cols, (math.prod(local[: seg.rows]), math.prod(local[seg.rows :]))
 
@@ -140,19 +139,6 @@ class WeightMap:
     def keeps(self, t: Type, rank: int) -> bool:
         """Whether this rank keeps a pending weight (the first along the pending axes does)."""
         return self.plan.mesh.index(rank, t.pending) == 0 if t.pending else True
-
-
-def _scattered(run: Run, part: Part) -> list[Run]:
-    """A run of a segment's rows, counted in the tensor that holds them as `part` of every period."""
-    (src, dst, n), (start, stop, period) = run, part
-    width = stop - start
-    out: list[Run] = []
-    while n:
-        group, at = divmod(src, width)
-        length = min(n, width - at)
-        out.append((group * period + start + at, dst, length))
-        src, dst, n = src + length, dst + length, n - length
-    return out
 
 
 def verify_weights(m: WeightMap) -> None:

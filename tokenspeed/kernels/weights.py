@@ -166,6 +166,26 @@ def _q8_0(data: Tensor, n: int, k: int) -> Codes:
     return Codes((blocks[:, :, 2:] ^ 0x80).reshape(n, k), 128, _half(blocks, 0), None, 32)
 
 
+#: twice the values of e2m1 (OCP Microscaling Formats 1.0), by the magnitude bits of a code
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+
+
+def _mxfp4(data: Tensor, n: int, k: int) -> Codes:
+    blocks = data.view(n, k // 32, 17)
+    table = torch.tensor([12 + v for v in _E2M1] + [12 - v for v in _E2M1], dtype=torch.uint8)
+    scale = torch.ldexp(torch.ones(()), blocks[:, :, 0].to(torch.int32) - 128)  # half of 2^(e - 127)
+    return Codes(table[_nibbles(blocks[:, :, 1:]).long()].reshape(n, k), 12, scale, None, 32)
+
+
+def mxfp4_of(blocks: Tensor, scales: Tensor) -> QuantWeight:
+    """The weight of u8 [N, K/32, 16], a byte two neighbours, low nibble first, and their exponents u8 [N, K/32]: as checkpoints
+    of gpt-oss hold it."""
+    n, count = scales.shape
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [N, K/32, 32]
+    halves = codes[..., :16] | (codes[..., 16:] << 4)
+    return QuantWeight(torch.cat([scales[..., None], halves], -1).flatten(1), "mxfp4", (n, 32 * count))
+
+
 def _q4_k(data: Tensor, n: int, k: int) -> Codes:
     blocks = data.view(n, k // 256, 144)
     packed = blocks[:, :, 4:16]
@@ -187,4 +207,4 @@ def _q6_k(data: Tensor, n: int, k: int) -> Codes:
     return Codes(q.reshape(n, k), 32, scale.reshape(n, k // 16), None, 16)
 
 
-_DECODERS = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
+_DECODERS = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q8_0": _q8_0, "mxfp4": _mxfp4, "q4_k": _q4_k, "q6_k": _q6_k}

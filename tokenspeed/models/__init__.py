@@ -11,6 +11,7 @@ from tokenspeed.models.nn.config import ConfigError
 ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
     "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
+    "GptOssForCausalLM": "tokenspeed.models.gpt_oss:CausalLM",
     "LlamaForCausalLM": "tokenspeed.models.llama:CausalLM",
     "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
     "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokenspeed.kernels.weights import QuantWeight
+from tokenspeed.kernels.weights import QuantWeight, mxfp4_of
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 
@@ -38,7 +38,8 @@ class Checkpoint(Protocol):
         ...
 
     def stored(self, name: str) -> str | None:
-        """Storage format of a tensor (float32, bfloat16, float16, q4_1 ...), None where the checkpoint has no such tensor."""
+        """Storage format of a tensor (float32, bfloat16, float16, q4_1 ...), None where the checkpoint has no such tensor.
+        `name#3` is index 3 of tensor `name`, `name#3'` its transpose."""
         ...
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
@@ -112,8 +113,11 @@ class SafetensorsCheckpoint:
         return self.files.keys()
 
     def stored(self, name: str) -> str | None:
+        name = name.partition("#")[0]
         if name not in self.files:
             return None
+        if name.endswith("_blocks") and _scales(name) in self.files:
+            return "mxfp4"
         try:
             dtype = self._slice(name).get_dtype()
         except CheckpointError:
@@ -125,12 +129,26 @@ class SafetensorsCheckpoint:
         return _DENSE.get(dtype, dtype.lower())
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
+        name, _, index = name.partition("#")
         part = self._slice(name)
+        if name.endswith("_blocks") and _scales(name) in self.files:
+            blocks, scales = part[int(index)], self._slice(_scales(name))[int(index)]
+            if blocks.dim() != 3 or scales.shape != blocks.shape[:2] or (len(blocks), 32 * scales.shape[1]) != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name!r} has blocks {list(blocks.shape)} and scales {list(scales.shape)} an expert, the "
+                    f"configuration asks for {list(shape)}"
+                )
+            return mxfp4_of(blocks[rows[0] : rows[1]], scales[rows[0] : rows[1]])
         if part.get_dtype() not in _DENSE:  # such numbers mean nothing without their scales
             raise CheckpointError(
                 f"{self.path / self.files[name]}: {name!r} is stored as {part.get_dtype()}; weights are read as "
                 f"{', '.join(_DENSE)}: convert the checkpoint to bfloat16"
             )
+        if index:
+            part = part[int(index.rstrip("'"))]
+            part = part.t() if index.endswith("'") else part
+            _check_shape(self.path, f"{name}[{index}]", tuple(part.shape), shape)
+            return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
         _check_shape(self.path, name, tuple(part.get_shape()), shape)
         return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
 
@@ -197,6 +215,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object, but {type(value).__name__}")
     return value
+
+
+def _scales(blocks: str) -> str:
+    return blocks.removesuffix("_blocks") + "_scales"
 
 
 def _read_config(path: Path) -> dict[str, Any]:

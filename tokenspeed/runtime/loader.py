@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed.compiler.weightmap import EACH, Entry, Segment, WeightMap
+from tokenspeed.compiler.weightmap import EACH, Entry, Run, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.kernels.weights import QuantWeight
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
@@ -53,7 +53,8 @@ _KNOWN = re.compile(r"lm_head\.weight|rope_freqs\.weight|.*\.rotary_emb\.inv_fre
 
 def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
     """CheckpointError where the checkpoint holds tensors that the model has no place for: it would run without them."""
-    sources = {source for e in m.entries for s in e.segments for source in s.sources}
+    sources = {source.partition("#")[0] for e in m.entries for s in e.segments for source in s.sources}
+    sources |= {s.removesuffix("_blocks") + "_scales" for s in sources if s.endswith("_blocks")}
     stacked = [re.compile(re.escape(s).replace(re.escape(EACH), r"\d+")) for s in sources if EACH in s]
     strange = [
         name
@@ -76,7 +77,7 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device
     is_vector = all(len(s.type.dims) == s.rows for s in e.segments)
     if e.attrs:
         whole += e.attrs["offset"]
-    return whole.flatten() if is_vector else whole
+    return whole if not is_vector else whole.squeeze(-1) if e.segments[0].stacked else whole.flatten()
 
 
 def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device) -> Stored:
@@ -87,7 +88,7 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
         raise CheckpointError(
             f"the checkpoint has no tensor {' or '.join(map(repr, s.sources))}, which @{e.name} is made of"
         )
-    if source != s.sources[0] and rank == 0:
+    if source != s.sources[0] and "#" not in source and rank == 0:
         log.warning("the checkpoint has no %r: @%s is tied to %r instead", s.sources[0], e.name, source)
     rows, cols, local = m.matrix_pieces(s, rank)
     fmt = s.type.dtype
@@ -98,13 +99,32 @@ def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: i
     out = torch.zeros(local, dtype=_DTYPES[fmt], device=device)
     if not rows:  # a rank of padding alone
         return out
-    first, stop = min(src for src, _, _ in rows), max(src + n for src, _, n in rows)  # runs lie close: one read
-    dense = _dense(checkpoint.matrix(source, (first, stop), m.shape(s)))
+    held, first = _read(m, s, source, checkpoint, rows)
+    dense = _dense(held)
     for src, dst, n in rows:
         for c_src, c_dst, width in cols:
             block = dense[src - first : src - first + n, c_src : c_src + width]
             out[dst : dst + n, c_dst : c_dst + width] = block.to(out.dtype)
     return out
+
+
+def _read(m: WeightMap, s: Segment, source: str, checkpoint: Checkpoint, rows: list[Run]) -> tuple[Stored, int]:
+    """What a segment's runs of rows lie in, in one read as they lie close, and the number of its first row. Of a tensor that
+    several segments share whole periods are read."""
+    start, stop, period = s.part or (0, 1, 1)
+    width = stop - start
+    first, last = min(src for src, _, _ in rows) // width, -(-max(src + n for src, _, n in rows) // width)
+    held = checkpoint.matrix(source, (first * period, last * period), m.shape(s))
+    if s.part is None:
+        return held, first
+
+    def picked(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, period))[:, start:stop].flatten(0, 1)
+
+    if isinstance(held, QuantWeight):
+        data = picked(held.data)
+        return QuantWeight(data, held.format, (data.shape[0], held.shape[1])), first * width
+    return picked(held), first * width
 
 
 def _dense(part: Stored) -> Tensor:
@@ -122,12 +142,15 @@ def _quantised(
 ) -> QuantWeight:
     fmt = format_of(s.type.dtype)
     data = torch.zeros(local[0], local[1] // fmt.block * fmt.block_bytes, dtype=torch.uint8)
+    if not rows:
+        return QuantWeight(data, s.type.dtype, local)
+    held, first = _read(m, s, source, checkpoint, rows)
+    if not isinstance(held, QuantWeight) or held.format != s.type.dtype:
+        raise CheckpointError(
+            f"{source!r} is stored as {checkpoint.stored(source)}, the artifact was compiled for {s.type.dtype}; compile it again"
+        )
     for src, dst, n in rows:
-        part = checkpoint.matrix(source, (src, src + n), m.shape(s))
-        if not isinstance(part, QuantWeight) or part.format != s.type.dtype:
-            raise CheckpointError(
-                f"{source!r} is stored as {checkpoint.stored(source)}, the artifact was compiled for {s.type.dtype}; compile it again"
-            )
+        part = held.rows(src - first, src - first + n)
         for c_src, c_dst, width in cols:
             block = part.columns(c_src, c_src + width).data
             at = c_dst // fmt.block * fmt.block_bytes

@@ -35,7 +35,8 @@ BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 25
 @dataclass
 class Names:
     """Checkpoint names of a model's parameters, from its family's table ({i}: a list position, {e}: an expert). A tensor is
-    called by its entry and `.weight` or `.bias`; by the entry alone where that starts with `=`. `name[a:b/c]` are rows a to b
+    called by its entry and `.weight` or `.bias`; by the entry alone where that starts with `=`. Biases may have an entry of
+    their own, PATH.bias. `name#{e}` is index e of a tensor that holds all experts, `name#{e}'` its transpose. `name[a:b/c]` are rows a to b
     of every c rows of a tensor that several segments share."""
 
     table: Mapping[str, str]
@@ -48,7 +49,7 @@ class Names:
         `each`."""
         index = re.findall(r"\.(\d+)(?=\.|$)", path)
         pattern = re.sub(r"\.\d+(?=\.|$)", ".{i}", path)
-        text = self.table.get(path) or self.table.get(pattern)
+        text = next((t for p in (path + suffix, pattern + suffix, path, pattern) if (t := self.table.get(p))), None)
         if text is None:
             own = path + each
             return [((f"{own}.{k}{suffix}" if segments > 1 else f"{own}{suffix}",), None) for k in range(segments)]
