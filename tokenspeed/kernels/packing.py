@@ -17,7 +17,7 @@ from tokenspeed.kernels.weights import Codes, QuantWeight
 TILE, BLOCK = 16, 32
 # Numbers of csrc/types.h Format.
 F32, BF16, Q4_0, Q4_1, Q8_0, Q4F, Q8S16 = range(7)
-_LAYOUT = {"q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q8_0, "q8_0": Q8_0, "q4_k": Q4F, "q6_k": Q8S16}
+_LAYOUT = {"q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q8_0, "q8_0": Q8_0, "mxfp4": Q8S16, "q4_k": Q4F, "q6_k": Q8S16}
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -99,7 +99,10 @@ def _fill_tiles(out: Tensor, codes: Codes, layout: int, tiles: int, blocks: int)
         biased = (codes.q.to(torch.int16) + (128 - codes.zero)).to(torch.uint8)
         quants = biased.view(tiles, TILE, blocks, 8, 4).permute(0, 2, 3, 1, 4)
     wide = layout in (Q4F, Q8S16)
-    parts = [codes.scale.view(tiles, TILE, blocks, -1).permute(0, 2, 3, 1)]  # [tile, block, scales a block, row]
+    scale = codes.scale.view(tiles, TILE, blocks, -1)
+    if layout == Q8S16:  # a scale for each 16 values, whatever the format's blocks are
+        scale = scale.repeat_interleave(2 // scale.shape[3], 3)
+    parts = [scale.permute(0, 2, 3, 1)]  # [tile, block, scales a block, row]
     if codes.minimum is not None:
         parts.append(codes.minimum.view(tiles, TILE, blocks, 1).permute(0, 2, 3, 1))
     scales = torch.cat(parts, dim=2).to(torch.float32 if wide else torch.float16).contiguous()

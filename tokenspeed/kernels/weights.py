@@ -126,9 +126,47 @@ class QuantWeight:
         return out
 
 
-def dense(weight: Tensor | QuantWeight) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class QuantStack:
+    """Matrices of one shape and format, as experts are: `data` is u8 [E, N, K / block * block_bytes], `shape` (E, N, K)."""
+
+    data: Tensor
+    format: str
+    shape: tuple[int, int, int]
+
+    @staticmethod
+    def of(weights: Sequence[QuantWeight]) -> QuantStack:
+        """A stack of matrices alike."""
+        if len({(w.format, w.shape) for w in weights}) != 1:
+            raise ValueError(
+                f"a stack needs matrices of one format and shape, got {[(w.format, w.shape) for w in weights]}"
+            )
+        data = torch.stack([w.data for w in weights])
+        return QuantStack(data, weights[0].format, (len(weights), *weights[0].shape))
+
+    @staticmethod
+    def cat(stacks: Sequence[QuantStack]) -> QuantStack:
+        """The rows of several stacks, one after another in each matrix."""
+        if len({(s.format, s.shape[0], s.shape[2]) for s in stacks}) != 1:
+            raise ValueError(
+                f"cat needs stacks of one format, count and width, got {[(s.format, s.shape) for s in stacks]}"
+            )
+        e, _, k = stacks[0].shape
+        return QuantStack(
+            torch.cat([s.data for s in stacks], 1), stacks[0].format, (e, sum(s.shape[1] for s in stacks), k)
+        )
+
+    def unbind(self) -> list[QuantWeight]:
+        return [QuantWeight(data, self.format, self.shape[1:]) for data in self.data.unbind()]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[E, N, K] of `dtype`."""
+        return torch.stack([w.dequantize(dtype) for w in self.unbind()])
+
+
+def dense(weight: Tensor | QuantWeight | QuantStack) -> Tensor:
     """A weight as a plain tensor: what a kernel without quantised formats packs."""
-    return weight.dequantize() if isinstance(weight, QuantWeight) else weight
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
 # ---- decoders: raw rows u8 [N, bytes] -> Codes -----------------------------------------------------------------------

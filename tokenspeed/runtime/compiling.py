@@ -153,7 +153,7 @@ def choose_dtypes(
 
     `auto` keeps a quantised checkpoint's formats, multiplies them with activations rounded to int8 where that is faster
     (objective latency), and keeps the stream in float32 and the cache in bfloat16; otherwise it follows torch_dtype.
-    A named dtype dequantises; so does a GPU, to bfloat16.
+    Experts in MXFP4 are kept so beside a stream of torch_dtype. A named dtype dequantises; so does a GPU, to bfloat16.
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
@@ -167,4 +167,10 @@ def choose_dtypes(
         dtype = "float32" if keep or (declared == "float32" and not quantised) else "bfloat16"
     auto_cache = "bfloat16" if keep else dtype
     cache = auto_cache if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return dtype, cache, checkpoint.stored if keep else (lambda _: None), "latency" if keep else "default"
+    experts = config.dtype == "auto" and device == "cpu" and not keep
+
+    def stored(name: str) -> str | None:
+        return fmt if (fmt := checkpoint.stored(name)) == "mxfp4" else None
+
+    kept = checkpoint.stored if keep else stored if experts else (lambda _: None)
+    return dtype, cache, kept, "latency" if keep else "default"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenspeed.compiler.weightmap import EACH, Entry, Run, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
-from tokenspeed.kernels.weights import QuantWeight
+from tokenspeed.kernels.weights import QuantStack, QuantWeight
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
 def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device: torch.device) -> Any:
     parts = [_segment(m, e, s, checkpoint, rank, device) for s in e.segments]
     first = parts[0]
+    if isinstance(first, QuantStack):
+        return first if len(parts) == 1 else QuantStack.cat([p for p in parts if isinstance(p, QuantStack)])
     if isinstance(first, QuantWeight):
         return first if len(parts) == 1 else QuantWeight.cat([p for p in parts if isinstance(p, QuantWeight)])
     whole = first if len(parts) == 1 else torch.cat([p for p in parts if isinstance(p, Tensor)], -2)
@@ -80,9 +82,18 @@ def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device
     return whole if not is_vector else whole.squeeze(-1) if e.segments[0].stacked else whole.flatten()
 
 
-def _segment(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device) -> Stored:
+def _segment(
+    m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device
+) -> Stored | QuantStack:
     if s.stacked:
-        return torch.stack([_dense(_segment(m, e, part, checkpoint, rank, device)) for part in m.tensors(s, rank)])
+        held = [_tensor(m, e, part, checkpoint, rank, device) for part in m.tensors(s, rank)]
+        quantised = [x for x in held if isinstance(x, QuantWeight)]
+        return QuantStack.of(quantised) if quantised else torch.stack([_dense(x) for x in held])
+    return _tensor(m, e, s, checkpoint, rank, device)
+
+
+def _tensor(m: WeightMap, e: Entry, s: Segment, checkpoint: Checkpoint, rank: int, device: torch.device) -> Stored:
+    """What a rank holds of one checkpoint tensor."""
     source = next((n for n in s.sources if checkpoint.stored(n) is not None), None)
     if source is None:
         raise CheckpointError(

@@ -29,7 +29,7 @@ from tokenspeed.models.nn.params import (
 from tokenspeed.models.nn.state import StateCache
 
 #: entries of one block of a quantised format along a row
-BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "q4_k": 256, "q6_k": 256}
+BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "mxfp4": 32, "q4_k": 256, "q6_k": 256}
 
 
 @dataclass
@@ -80,20 +80,21 @@ def _tensor(text: str, suffix: str) -> tuple[str, Part | None]:
 def choose_formats(
     flat: Flat, layout: Layout, names: Names, stored: Callable[[str], str | None], dtype: str
 ) -> dict[str, str]:
-    """Storage format of every matrix: the checkpoint's where it can be sliced, else the stream's dtype."""
+    """Storage format of every matrix: the checkpoint's where a kernel reads it and it can be sliced, else the stream's dtype."""
     out: dict[str, str] = {}
     for path, decl in flat.decls.items():
         if not isinstance(decl, Matrices | Weight) or (isinstance(decl, Weight) and decl.dtype != STREAM):
             continue
-        if isinstance(decl, HeadLinear) or (
-            isinstance(decl, Matrices) and decl.stacked
-        ):  # no kernel reads them in blocks
+        if isinstance(decl, HeadLinear):  # no kernel reads them in blocks
             out[path] = dtype
             continue
+        stacked = isinstance(decl, Matrices) and decl.stacked
         segs = len(decl.segments) if isinstance(decl, Matrices) else 1
-        found = {next((f for s in alts if (f := stored(s))), None) for alts, _ in names.sources(path, segs, ".weight")}
-        fmt = found.pop() if len(found) == 1 else None
-        out[path] = fmt if fmt in BLOCK and _sliceable(decl, layout, BLOCK[fmt]) else dtype
+        sources = names.sources(path, segs, ".weight", f".{EACH}" if stacked else "")
+        formats = {next(filter(None, (stored(s.replace(EACH, "0")) for s in alts)), None) for alts, _ in sources}
+        fmt = formats.pop() if len(formats) == 1 else None
+        readable = fmt == "mxfp4" if stacked else fmt in BLOCK
+        out[path] = fmt if fmt and readable and _sliceable(decl, layout, BLOCK[fmt]) else dtype
     return out
 
 

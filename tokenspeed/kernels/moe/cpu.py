@@ -19,13 +19,14 @@ from tokenspeed.kernels.packing import PackedWeight, pack
 from tokenspeed.kernels.pointwise.cpu import SILU_MUL, binary
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.weights import QuantStack
 
 Stack = tuple[PackedWeight, ...]  # an expert each
 
 _stacks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def pack_stack(weight: Tensor) -> Stack:
+def pack_stack(weight: Tensor | QuantStack) -> Stack:
     """Packs [E, N, K], an expert at a time; the same weight object gives the same stack."""
     known = _stacks.get(weight)
     if known is None:
@@ -78,7 +79,7 @@ def register(registry: Registry, capability: Capability) -> None:
             fn=experts,
             pack=pack_stack,
             signatures=tuple(
-                {"x": frozenset({name}), "w": frozenset({name}), "out": frozenset({name})} for name in DENSE
+                {"x": frozenset({name}), "w": frozenset({name, "mxfp4"}), "out": frozenset({name})} for name in DENSE
             ),
             priority=Priority.PERFORMANT,
             capability=capability,
