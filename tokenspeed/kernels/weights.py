@@ -211,7 +211,7 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 def _mxfp4(data: Tensor, n: int, k: int) -> Codes:
     blocks = data.view(n, k // 32, 17)
     table = torch.tensor([12 + v for v in _E2M1] + [12 - v for v in _E2M1], dtype=torch.uint8)
-    scale = torch.ldexp(torch.ones(()), blocks[:, :, 0].to(torch.int32) - 128)  # half of 2^(e - 127)
+    scale = torch.ldexp(torch.ones(n, k // 32), blocks[:, :, 0].to(torch.int32) - 128)  # half of 2^(e - 127)
     return Codes(table[_nibbles(blocks[:, :, 1:]).long()].reshape(n, k), 12, scale, None, 32)
 
 
