@@ -20,7 +20,8 @@ PROMPTS = [
 
 CONFIGS = {
     "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config",
-    "gemma3": "Gemma3TextConfig", "gpt_oss": "GptOssConfig", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
+    "gemma3": "Gemma3TextConfig", "gpt_oss": "GptOssConfig", "glm4_moe": "Glm4MoeConfig",
+    "minimax_m2": "MiniMaxM2Config", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
@@ -34,6 +35,19 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
     "gpt_oss": {
         "num_hidden_layers": 3,
         "sliding_window": 20,
@@ -78,7 +92,7 @@ def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **over), dtype=torch.float32)
         with torch.no_grad():
             for name, p in (*model.named_parameters(), *model.named_buffers()):
-                if "bias" in name or (kind == "gemma3" and "norm" in name):
+                if "bias" in name or (kind in ("gemma3", "minimax_m2") and "norm" in name):
                     p.normal_(0, 0.1)
                 if "sinks" in name:
                     p.normal_(0, 2)

@@ -81,6 +81,9 @@ YARN = {
         ("deepseek_v3", {}),
         ("deepseek_v3", {"rope_parameters": YARN, "rope_interleave": False}),
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.25}),
+        ("minimax_m2", {}),
         ("gpt_oss", {}),
         (
             "gpt_oss",

@@ -148,6 +148,12 @@ def _node(
                 "V5", f"{where}: gated_rms_norm over {d}, which is padded: its mean would count the padding"
             )
         return [{d: _product(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]
+    if op == "square_sum":
+        for d in x:
+            need(0, d, (ZERO,), "its squares would count")
+        return outs
+    if op == "rms_scale":
+        return [{d: _product(t, ins[2].get(d, UNDEF)) for d, t in x.items()}]
     if op == "fill":
         last = types[n.inputs[0]].names[-1]
         return [{d: taint_of(n.attrs["value"]) if d == last else t for d, t in x.items()}]

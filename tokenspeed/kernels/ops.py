@@ -38,6 +38,8 @@ OPS: dict[str, Op] = {
         Op("linear_silu_mul", "gemm", "silu_mul", ("x", "w", "out")),
         Op("rms_norm", "norm", "rms", ("x", "w", "out")),
         Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
+        Op("square_sum", "norm", "square_sum", ("x", "out")),
+        Op("rms_scale", "norm", "scale", ("x", "w", "out")),
         Op("rope", "rope", "neox", ("x", "out")),
         Op("rope_pairs", "rope", "pairs", ("x", "out")),
         Op("silu", "activation", "silu", ("x", "out")),

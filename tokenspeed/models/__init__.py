@@ -11,8 +11,10 @@ from tokenspeed.models.nn.config import ConfigError
 ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
     "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
+    "Glm4MoeForCausalLM": "tokenspeed.models.glm4_moe:CausalLM",
     "GptOssForCausalLM": "tokenspeed.models.gpt_oss:CausalLM",
     "LlamaForCausalLM": "tokenspeed.models.llama:CausalLM",
+    "MiniMaxM2ForCausalLM": "tokenspeed.models.minimax_m2:CausalLM",
     "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
     "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",
     "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",

@@ -26,7 +26,7 @@ from tokenspeed.models.nn import (
     select_rows,
 )  # fmt: skip
 from tokenspeed.models.nn.config import yarn_scale
-from tokenspeed.models.nn.decoder import TokenIds, decoder_names
+from tokenspeed.models.nn.decoder import TokenIds, decoder_names, expert_names
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says
 
@@ -117,27 +117,23 @@ class CausalLM(Module):
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:
-        attn, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-        shared = c.get("n_shared_experts")
-        routed = "layers.{i}.mlp.routed" if shared else "layers.{i}.mlp"
+        attn = "model.layers.{i}.self_attn"
         nope, turned, value, latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
         q = f"{attn}.q_b_proj" if c.get("q_lora_rank") else f"{attn}.q_proj"
         kv, both = f"{attn}.kv_b_proj", f"{attn}.kv_a_proj_with_mqa"
-        return decoder_names(c) | {
-            "layers.{i}.attn.q_a": f"{attn}.q_a_proj",
-            "layers.{i}.attn.q_norm": f"{attn}.q_a_layernorm",
-            "layers.{i}.attn.q_b": " | ".join(parts(q, nope, turned)),
-            "layers.{i}.attn.kv_a": " | ".join(parts(both, latent, turned)),
-            "layers.{i}.attn.kv_norm": f"{attn}.kv_a_layernorm",
-            "layers.{i}.attn.k_b": parts(kv, nope, value)[0],
-            "layers.{i}.attn.v_b": parts(kv, nope, value)[1],
-            f"{routed}.router": f"{mlp}.gate",
-            f"{routed}.correction": f"={mlp}.gate.e_score_correction_bias",
-            f"{routed}.w13": f"{mlp}.experts.{{e}}.gate_proj | {mlp}.experts.{{e}}.up_proj",
-            f"{routed}.w2": f"{mlp}.experts.{{e}}.down_proj",
-            "layers.{i}.mlp.shared.up": f"{mlp}.shared_experts.gate_proj | {mlp}.shared_experts.up_proj",
-            "layers.{i}.mlp.shared.down": f"{mlp}.shared_experts.down_proj",
-        }
+        return (
+            decoder_names(c)
+            | expert_names(bool(c.get("n_shared_experts")))
+            | {
+                "layers.{i}.attn.q_a": f"{attn}.q_a_proj",
+                "layers.{i}.attn.q_norm": f"{attn}.q_a_layernorm",
+                "layers.{i}.attn.q_b": " | ".join(parts(q, nope, turned)),
+                "layers.{i}.attn.kv_a": " | ".join(parts(both, latent, turned)),
+                "layers.{i}.attn.kv_norm": f"{attn}.kv_a_layernorm",
+                "layers.{i}.attn.k_b": parts(kv, nope, value)[0],
+                "layers.{i}.attn.v_b": parts(kv, nope, value)[1],
+            }
+        )
 
 
 def parts(name: str, first: int, second: int) -> tuple[str, str]:

@@ -55,10 +55,13 @@ class CausalLM(Module):
 
     def __init__(self, c: Config) -> None:
         c.refuse("hidden_act", ("silu",), "this family's MLP is silu(gate) * up")
-        self.rope = Rope(c.head_dim, c.max_position_embeddings, c.rope_parameters)
+        self.rope = self.make_rope(c)
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         self.layers = [self.layer(c, self.rope, window) for window in self.windows(c)]
         self.norm = RMSNorm("h", c.rms_norm_eps)
+
+    def make_rope(self, c: Config) -> Rope:
+        return Rope(c.head_dim, c.max_position_embeddings, c.rope_parameters)
 
     @staticmethod
     def windows(c: Config) -> list[int | None]:

@@ -6,6 +6,7 @@ in float32, the meaning every kernel is checked against. T token rows, S request
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -192,6 +193,52 @@ class AddRmsNorm(Op):
     def reference(self, x: Tensor, y: Tensor, w: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
         z = x + y
         return z, OPS_RMS.reference(z, w, eps=eps)
+
+
+class SquareSum(Op):
+    """x [T, N, D] -> f32[T]: the sum of the squares of a row; pending where heads or their width are sharded."""
+
+    name = "square_sum"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [("f32", ins[0].names[:1])]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        if states[0].startswith("P"):
+            raise refuse("square_sum", axis, states, ins, "the square of a sum is not the sum of squares", "P011",
+                         example="2 ranks: 3^2 + 4^2 is not (3 + 4)^2")  # fmt: skip
+        return [{"R": "R", ins[0].names[0]: ins[0].names[0]}.get(states[0], "P")]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return wide(x).flatten(1).pow(2).sum(-1)
+
+
+class RmsScale(Op):
+    """x [T, N, D], squares f32[T], w [N, D] -> x * rsqrt(squares / (N D) + eps) * w: the RMS norm of whole rows, from the sum of
+    their squares. N D counts all heads, and no padding; rounded as rms_norm is."""
+
+    name = "rms_scale"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, squares, w = ins
+        if squares.names != x.names[:1] or w.names != x.names[1:]:
+            raise RuleError(
+                "P004", f"rms_scale of {x} by {squares} and {w}: the dims do not meet as [t n d], [t], [n d]"
+            )
+        return [(x.dtype, x.names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule("rms_scale", axis, states, ins, ins[0].names)]
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"eps": attrs["eps"], "count": math.prod(at.logical[d] for d in ins[2].names)}
+
+    def reference(self, x: Tensor, squares: Tensor, w: Tensor, *, eps: float, count: int) -> Tensor:
+        normed = wide(x) * torch.rsqrt(squares / count + eps)[:, None, None]
+        return (w.view(x.shape[1:]) * normed.to(torch.promote_types(x.dtype, w.dtype))).to(x.dtype)
 
 
 class Rope(Op):
@@ -477,6 +524,8 @@ DENSE = [
     Linear(),
     OPS_RMS,
     AddRmsNorm(),
+    SquareSum(),
+    RmsScale(),
     Rope(),
     RopePairs(),
     Silu(),

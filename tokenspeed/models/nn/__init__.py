@@ -36,6 +36,7 @@ from tokenspeed.models.nn.params import (
     head,
     lookup,
     mul_rows,
+    norm_over,
     place,
     route,
     select_rows,
@@ -51,6 +52,6 @@ __all__ = [
     "LatentAttention", "Linear", "Mixture",
     "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
     "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",
-    "lookup", "place", "route", "select_rows", "silu", "softcap", "temper",
+    "lookup", "norm_over", "place", "route", "select_rows", "silu", "softcap", "temper",
 ]  # fmt: skip
 __all__ += ["Conv", "DeltaRule", "GatedRMSNorm", "StateBatch", "StateCache", "decay", "l2_norm", "mul_rows", "sigmoid"]

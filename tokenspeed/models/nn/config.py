@@ -109,6 +109,16 @@ class Config:
             raise ConfigError(f"a head has {d} values: rotary position embedding turns pairs, so it must be even")
         return d
 
+    def rotary_dim(self, part: float = 1.0) -> int:
+        """Values of a head that rotary position embedding turns: the part that the configuration names, else `part`."""
+        part = self.rope_parameters.get("partial_rotary_factor") or self.get("partial_rotary_factor") or part
+        dim = int(self.head_dim * part)
+        if not 2 <= dim <= self.head_dim or dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor={part} turns {dim} of {self.head_dim} values of a head: it must be even"
+            )
+        return dim
+
     @property
     def kv_heads(self) -> int:
         return int(self.get("num_key_value_heads", self.num_attention_heads))

@@ -20,6 +20,19 @@ def decoder_dims(c: Config) -> dict[str, int]:
     return {"h": c.hidden_size, "n": n, "kv": kv, "d": c.head_dim, "f": c.intermediate_size, "v": c.vocab_size}
 
 
+def expert_names(shared: bool, layer: str = "model.layers.{i}") -> dict[str, str]:
+    """Of experts as DeepSeek's family calls them, `shared` if they stand beside a shared one."""
+    mlp, routed = f"{layer}.mlp", "layers.{i}.mlp.routed" if shared else "layers.{i}.mlp"
+    return {
+        f"{routed}.router": f"{mlp}.gate",
+        f"{routed}.correction": f"={mlp}.gate.e_score_correction_bias",
+        f"{routed}.w13": f"{mlp}.experts.{{e}}.gate_proj | {mlp}.experts.{{e}}.up_proj",
+        f"{routed}.w2": f"{mlp}.experts.{{e}}.down_proj",
+        "layers.{i}.mlp.shared.up": f"{mlp}.shared_experts.gate_proj | {mlp}.shared_experts.up_proj",
+        "layers.{i}.mlp.shared.down": f"{mlp}.shared_experts.down_proj",
+    }
+
+
 def layer_windows(c: Config, sliding: Callable[[int], bool]) -> list[int | None]:
     """Positions that each layer's attention sees, None for all: those of `layer_types`, or by layer number where the
     configuration names none."""

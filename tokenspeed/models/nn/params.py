@@ -163,6 +163,13 @@ class RMSNorm(Param):
         return apply("rms_norm", [x, f"@{self.path}"], eps=self.eps)
 
 
+def norm_over(x: Any, w: Weight, eps: float, rows: str = "t@dp") -> Any:
+    """RMS norm of [T, n, d] over all heads, weighed by w "n@tp*d": the one number a row that ranks exchange is the sum of its
+    squares, which stands whole on every rank of `rows`."""
+    squares = place(apply("square_sum", [x]), rows)
+    return apply("rms_scale", [x, squares, w.ref()], eps=eps)
+
+
 class Rope(Param):
     """Rotary position embedding (Su et al., 2104.09864) in halves, or with `pairs` of neighbours. The table is computed at load
     from `parameters` (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
