@@ -62,8 +62,14 @@ MODELS = (
     "Gemma3ForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
 )
-EXPERTS = ("Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+EXPERTS_ALONE = ("GptOssForCausalLM", "MiniMaxM2ForCausalLM")  # no layer has a dense MLP
+EXPERTS = (
+    "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", *EXPERTS_ALONE,
+)  # fmt: skip
 NAMED = {
     "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
     "attention TP2 x DP2, experts EP4": ("dp=2,tp=2", "ep=dp*tp,etp=1,se=1"),
@@ -86,6 +92,9 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0, "rope_local_base_freq": 100.0,
     },
+    "GptOssForCausalLM": {"sliding_window": 3, "swiglu_limit": 0.5, "attention_bias": True},
+    "Glm4MoeForCausalLM": {"n_group": 6, "topk_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 2},
     "MistralForCausalLM": {"sliding_window": 4},
 }  # fmt: skip
 
@@ -114,6 +123,7 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
             names = (["dp"] if dp > 1 else []) + [n for n, _ in inner]
             products = ["1"] + ["*".join(p) for k in range(1, len(names) + 1) for p in itertools.permutations(names, k)]
             free = ("mlp", "ep") if model in EXPERTS else ("mlp", "vp")
+            free = ("vp", "ep") if model in EXPERTS_ALONE else free
             tps = ["*".join(n for n, _ in inner) or "1"] + [n for n, _ in inner[:-1]]
             mesh = ",".join(([f"dp={dp}"] if dp > 1 else []) + [f"{n}={s}" for n, s in inner])
             for tp, *maps in itertools.product(tps, *([products] * len(free))):

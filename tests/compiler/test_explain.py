@@ -140,7 +140,14 @@ def test_what_cannot_be_shown(
     assert message in said(capsys, *(artifacts[0] if w == "DIR" else w for w in words), status=1)
 
 
-REAL = [("llama-3.3-70b", "tp=8", ""), ("llama-3.1-8b", "dp=2,tp=2", "mlp=dp*tp,vp=tp"), ("llama-3.1-8b", "tp=4", "")]
+REAL = [
+    ("llama-3.3-70b", "tp=8", ""),
+    ("llama-3.1-8b", "dp=2,tp=2", "mlp=dp*tp,vp=tp"),
+    ("llama-3.1-8b", "tp=4", "")("gpt-oss-120b", "tp=8", ""),
+    ("glm-4.5-air", "dp=4,tp=2", "ep=dp*tp"),
+    ("minimax-m2", "dp=4,tp=2", "ep=dp*tp"),
+    ("gemma-3-1b", "tp=4", ""),
+]
 
 
 @pytest.mark.parametrize(("model", "mesh", "axes"), REAL)

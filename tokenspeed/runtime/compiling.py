@@ -157,7 +157,8 @@ def choose_dtypes(
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
-    declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32").removeprefix(
+    silent = "bfloat16" if checkpoint.config.get("quantization_config") else "float32"
+    declared = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or silent).removeprefix(
         "torch."
     )
     keep = quantised and config.dtype == "auto" and device == "cpu"

@@ -72,12 +72,14 @@ def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     for name, units in _WIDTHS:
         if isinstance(config.get(name), int):
             out[name] = width(name, units)
-    for name, most in ((_DEPTH, 2), (_POSITIONS, 64)):
+    for name, most in ((_DEPTH, 2), (_POSITIONS, 64), ("sliding_window", 3)):
         if isinstance(config.get(name), int):
             out[name] = min(config[name], most)
     if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
         head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
         out[_WIDTH] = min(head, 8)
+        if isinstance(turned := config.get("rotary_dim"), int):
+            out["rotary_dim"] = max(turned * out[_WIDTH] // head // 2 * 2, 2)
     return out
 
 

@@ -1,0 +1,84 @@
+"""Families at their real sizes, without weights: every tensor of the checkpoint is counted, the cache is as large as published,
+and what a family's configuration cannot mean is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+
+from tests.compiler.sim import compile_tiny, tiny
+from tests.compiler.test_compile_time import config
+from tokenspeed.compiler.api import Compiled, compile_model
+from tokenspeed.models import find_family
+from tokenspeed.models.nn.config import ConfigError
+from tokenspeed.runtime.executor import cache_bytes_per_token
+
+#: numbers of a model's weights as its card or its checkpoint has them, and KV bytes a token in bfloat16
+SIZES = {
+    "gemma-3-1b": (999_885_952, 4_096 + 22_528),
+    "gpt-oss-120b": (116_829_156_672, 36_864 + 36_864),
+    "glm-4.5-air": (106_852_251_264, 188_416),
+    "minimax-m2": (228_689_764_864, 253_952),
+}
+
+
+@functools.cache
+def compiled(model: str) -> Compiled:
+    c = config(model)
+    return compile_model(
+        find_family(c["architectures"][0]),
+        c,
+        dtype="bfloat16",
+        cache_dtype="bfloat16",
+        buckets=[1],
+        variants=["gumbel"],
+    )
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_weights_and_cache_are_as_large_as_published(model: str) -> None:
+    weights, cache = SIZES[model]
+    m = compiled(model).result.weights
+    assert sum(math.prod(m.extent(s)) for e in m.distinct() for s in e.segments) == weights
+    assert cache_bytes_per_token(compiled(model).result.programs["gumbel", 1]) == cache
+
+
+@pytest.mark.parametrize(
+    ("model", "windows"),
+    [("gemma-3-1b", ([512] * 5 + [0]) * 4 + [512] * 2), ("gpt-oss-120b", [128, 0] * 18), ("glm-4.5-air", [0] * 46)],
+)
+def test_each_layer_sees_its_window(model: str, windows: list[int]) -> None:
+    p = compiled(model).result.programs["gumbel", 1]
+    leaves = [p.leaves[n.attrs["leaf"]] for n in p.nodes if n.op == "call" and n.attrs["path"].endswith(".attn")]
+    seen = [next(n.attrs.get("window", 0) for n in leaf.nodes if n.op == "attend") for leaf in leaves]
+    assert seen == windows
+
+
+def test_what_ranks_say_to_norm_all_heads_is_a_number_a_row() -> None:
+    over = {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 4}
+    r = compile_tiny(tiny("MiniMaxM2ForCausalLM", **over), "tp=8", buckets=[(8, 8)], costs="h200", variants=("gumbel",))
+    leaf = next(x for x in r.programs["gumbel", 8].leaves.values() if x.name.startswith("Attention"))
+    sums = [n for n in leaf.nodes if n.op == "all_reduce"]
+    assert [str(leaf.types[n.outputs[0]]) for n in sums] == ["f32[t]", "f32[t]"]
+    q, k = [leaf.types[n.inputs[0]].pending for n in sums]
+    assert set(k) < set(q), "the 2 KV heads lie on a part of the axis: its other ranks hold copies, which count once"
+
+
+@pytest.mark.parametrize(
+    ("arch", "over", "said"),
+    [
+        ("Gemma3ForCausalLM", {"hidden_activation": "silu", "sliding_window": 4}, "hidden_activation='silu'"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma3ForCausalLM", {"sliding_window": None}, "sliding_window"),
+        ("Glm4MoeForCausalLM", {"partial_rotary_factor": 0.4, "num_experts_per_tok": 2}, "partial_rotary_factor=0.4"),
+        ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused(arch: str, over: dict[str, Any], said: str) -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    with pytest.raises(ConfigError, match=said):
+        compile_tiny(tiny(arch, **experts | over), variants=("gumbel",))
