@@ -143,7 +143,8 @@ def test_what_cannot_be_shown(
 REAL = [
     ("llama-3.3-70b", "tp=8", ""),
     ("llama-3.1-8b", "dp=2,tp=2", "mlp=dp*tp,vp=tp"),
-    ("llama-3.1-8b", "tp=4", "")("gpt-oss-120b", "tp=8", ""),
+    ("llama-3.1-8b", "tp=4", ""),
+    ("gpt-oss-120b", "tp=8", ""),
     ("glm-4.5-air", "dp=4,tp=2", "ep=dp*tp"),
     ("minimax-m2", "dp=4,tp=2", "ep=dp*tp"),
     ("gemma-3-1b", "tp=4", ""),
