@@ -133,7 +133,8 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
                     if set(names) <= used:
                         i = next(count)
                         others = (f"se={products[i % len(products)]}", f"vp={products[i // 2 % len(products)]}")
-                        inside = [f"etp={etp}", *others[1 if model == "Qwen3MoeForCausalLM" else 0 :]] if etp else []
+                        beside = 2 if model in EXPERTS_ALONE else 1 if model == "Qwen3MoeForCausalLM" else 0
+                        inside = [f"etp={etp}", *others[beside:]] if etp else []
                         yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps)), *inside])
 
 

@@ -14,7 +14,7 @@ from tests.compiler.test_compile_time import config
 from tokenspeed.compiler.api import Compiled, compile_model
 from tokenspeed.models import find_family
 from tokenspeed.models.nn.config import ConfigError
-from tokenspeed.runtime.executor import cache_bytes_per_token
+from tokenspeed.runtime.executor import cache_bytes
 
 #: numbers of a model's weights as its card or its checkpoint has them, and KV bytes a token in bfloat16
 SIZES = {
@@ -43,7 +43,7 @@ def test_weights_and_cache_are_as_large_as_published(model: str) -> None:
     weights, cache = SIZES[model]
     m = compiled(model).result.weights
     assert sum(math.prod(m.extent(s)) for e in m.distinct() for s in e.segments) == weights
-    assert cache_bytes_per_token(compiled(model).result.programs["gumbel", 1]) == cache
+    assert cache_bytes(compiled(model).result.programs["gumbel", 1], "slots") == cache
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from tests.compiler.layouts import EXPERTS, NAMED, Trial, layouts, run, trials
 
 torch.set_num_threads(1)
+ONCE = ("GptOssForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")  # their experts are those of the others
 FULL = os.environ.get("TOKENSPEED_LAYOUTS") == "full"
 
 
@@ -24,7 +25,7 @@ def test_groups_of_unlike_sizes_in_one_model(model: str, name: str) -> None:
     mesh, axes = NAMED[name]
     if model not in EXPERTS:  # a dense model has no expert axes
         axes = ",".join(a for a in axes.split(",") if a.split("=")[0] not in ("ep", "etp", "se"))
-    for seed in range(3):
+    for seed in range(1 if model in ONCE else 3):
         assert run(Trial(model, mesh, axes, seed)) >= 5
 
 
