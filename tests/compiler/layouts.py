@@ -65,10 +65,13 @@ MODELS = (
     "GptOssForCausalLM",
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
 )
 EXPERTS_ALONE = ("GptOssForCausalLM", "MiniMaxM2ForCausalLM")  # no layer has a dense MLP
 EXPERTS = (
-    "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", *EXPERTS_ALONE,
+    "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
+    "Qwen3NextForCausalLM", *EXPERTS_ALONE,
 )  # fmt: skip
 NAMED = {
     "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
@@ -84,6 +87,10 @@ _DEEPSEEK = {
     "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 24,
     "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 12,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 #: what a family's configuration has beside the common fields, or otherwise
 OWN: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK | {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
@@ -96,6 +103,8 @@ OWN: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"n_group": 6, "topk_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 2},
     "MistralForCausalLM": {"sliding_window": 4},
+    "Qwen3NextForCausalLM": _DELTA | {"shared_expert_intermediate_size": 10},
+    "Qwen3_5ForCausalLM": _DELTA | {"linear_num_key_heads": 1, "linear_num_value_heads": 6},
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ CONFIGS = {
     "gemma3": "Gemma3TextConfig", "gpt_oss": "GptOssConfig", "glm4_moe": "Glm4MoeConfig",
     "minimax_m2": "MiniMaxM2Config", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3_next": "Qwen3NextConfig", "qwen3_5": "Qwen3_5TextConfig", "qwen3_5_moe": "Qwen3_5MoeTextConfig",
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": None, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12,
@@ -30,6 +31,19 @@ _DEEPSEEK: dict[str, Any] = {
     "topk_group": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_hidden_layers": 3,
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
+_DELTA = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+#: families whose norms transformers makes alike, at zeros or ones
+SHIFTED = ("gemma3", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 #: what a family has beside the common fields
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK,
@@ -66,6 +80,9 @@ EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"sliding_window": None},
+    "qwen3_next": _DELTA | _SHARED,
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": _DELTA | _SHARED,
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }
 
@@ -92,7 +109,7 @@ def write_tiny(path: Path, kind: str, seed: int = 0, **over: Any) -> Path:
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **over), dtype=torch.float32)
         with torch.no_grad():
             for name, p in (*model.named_parameters(), *model.named_buffers()):
-                if "bias" in name or (kind in ("gemma3", "minimax_m2") and "norm" in name):
+                if "bias" in name or (kind in SHIFTED and "norm" in name):
                     p.normal_(0, 0.1)
                 if "sinks" in name:
                     p.normal_(0, 2)

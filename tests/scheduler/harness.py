@@ -2,7 +2,9 @@
 
 It keeps one record a KV slot (the token, and a hash of the whole prefix up to it) and for every planned row reads the
 complete context through the block table, as attention would. A page shared wrongly, freed too early, read before it
-was written, or left stale is a wrong record, and fails at once. The sampled token is a function of the prefix hash, so
+was written, or left stale is a wrong record, and fails at once. Where no prefix is shared it keeps a recurrent state a
+request slot as well: a segment of tokens starts at position 0 or goes on exactly where the slot's last one ended. The sampled
+token is a function of the prefix hash, so
 outputs must equal `reference` under any chunking, sharing, retraction, overlap or page size.
 """
 
@@ -67,6 +69,7 @@ class Flight:
     tokens: np.ndarray  # int32 [dp * s]
     written: list[list[int]]  # a home group: the KV slots that the step wrote
     requests: set[int]
+    states: list[tuple[int, int]] = field(default_factory=list)  # home group, request slot
 
 
 class Executor:
@@ -77,6 +80,7 @@ class Executor:
         self.salts = salts
         self.kv: list[dict[int, tuple[int, int] | None]] = [{} for _ in range(config.dp)]
         self.sampled: list[dict[int, int]] = [{} for _ in range(config.dp)]
+        self.states: list[dict[int, tuple[int, int]]] = [{} for _ in range(config.dp)]  # tokens seen, their hash
 
     def run(self, plan: Plan) -> Flight:
         config, t, s = self.config, plan.bucket, plan.rows
@@ -125,6 +129,9 @@ class Executor:
                 assert record is not None, f"request {request} reads position {p}, which nobody wrote"
                 prefix = chain(prefix, record[0])
                 assert record[1] == prefix, f"request {request} reads another prefix's KV at position {p}"
+            if first and not self.config.prefix_cache:
+                held = self.states[g].get(slot_index)
+                assert held == (first, prefix), f"request {request} goes on at {first} from the state {held}"
             for offset, j in enumerate(mine):
                 p = first + offset
                 assert block["pos"][j] == p
@@ -137,6 +144,8 @@ class Executor:
                 prefix = chain(prefix, token)
                 assert slot not in staged, "two rows write one KV slot"
                 staged[slot] = (token, prefix)
+            self.states[g][slot_index] = (first + len(mine), prefix)
+            flight.states.append((g, slot_index))
             last, position = int(by_row["last"][i]), int(by_row["out_pos"][i])
             if last < 0:
                 assert position == -1
@@ -151,6 +160,8 @@ class Executor:
         """The KV that a failed step wrote is gone, and so is what a later step computed for the same requests."""
         for g, slots in enumerate(flight.written):
             self.kv[g].update(dict.fromkeys(slots))
+        for g, slot in flight.states:
+            self.states[g].pop(slot, None)
         if later is None:
             return
         page, plan = self.config.page_size, later.plan

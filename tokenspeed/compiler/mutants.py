@@ -200,11 +200,22 @@ def _effects(p: Program) -> Iterator[Found]:
                     k = next(k for k, m in enumerate(nodes) if k > i and written & set(m.inputs))
                     nodes.insert(k, nodes.pop(i))
 
+                def another(q: Program, leaf: str = leaf, i: int = i) -> None:
+                    nodes = _Body(q, leaf).nodes
+                    mine, m = nodes[i], next(m for m in nodes if m.op == nodes[i].op and m is not nodes[i])
+                    k = next(k for k, x in enumerate(mine.inputs) if _kept(q, leaf, x))
+                    mine.inputs = (*mine.inputs[:k], m.inputs[k], *mine.inputs[k + 1 :])
+
                 def twice(q: Program, leaf: str = leaf, i: int = i) -> None:
                     nodes = _Body(q, leaf).nodes
                     nodes.insert(i, copy.deepcopy(nodes[i]))
 
-                for edit, what in ((gone, "dropped"), (late, "after it is read"), (twice, "doubled")):
+                for edit, what in (
+                    (gone, "dropped"),
+                    (late, "after it is read"),
+                    (twice, "doubled"),
+                    (another, "of another op"),
+                ):
                     yield edit, "cache write", f"{n.op} {what} in @{leaf}"
             if n.op == "call" and n.attrs["path"]:
 
@@ -214,6 +225,12 @@ def _effects(p: Program) -> Iterator[Found]:
                     q.nodes[i].attrs["path"] = twin.attrs["path"]
 
                 yield elsewhere, "cache write", f"the cache of another layer in {n.attrs['path']}"
+
+
+def _kept(p: Program, leaf: str, name: str) -> bool:
+    """Whether an operand is a cache."""
+    params = p.leaves[leaf].params if leaf else p.params
+    return name.startswith("@") and params[name[1:].partition(":")[0]].kind == "cache"
 
 
 def _set(leaf: str, i: int, key: str, value: object) -> Edit:

@@ -15,6 +15,7 @@ import itertools
 import json
 import random
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ PLANS = (
     ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"),
 )  # fmt: skip
 BUCKETS = ((4, 4), (8, 4))
-EXPERTS = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+EXPERTS = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *EXPERTS)
 #: plans of families with experts: these on axes of their own, their width too
 MIXED_PLANS = (
@@ -59,6 +60,11 @@ LATENT = {
     "kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_group": 2,
     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+#: of Qwen3-Next, beside the rest: a recurrent layer, then one of attention
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3, "full_attention_interval": 2, "partial_rotary_factor": 0.5, "shared_expert_intermediate_size": 10,
+}  # fmt: skip
 
 
 def tiny(family: str) -> dict[str, Any]:
@@ -68,7 +74,7 @@ def tiny(family: str) -> dict[str, Any]:
         "intermediate_size": 24, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": True, "mlp_bias": True,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
-    } | LATENT  # fmt: skip
+    } | LATENT | DELTA  # fmt: skip
 
 
 @dataclass
@@ -96,7 +102,7 @@ class Report:
 
 def golden(family: str, mesh: str, axes: str, costs: CostModel) -> Result:
     config = tiny(family)
-    if family == "DeepseekV3ForCausalLM":
+    if family in ("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"):
         config |= {"attention_bias": False}
     plan = make_plan(parse_mesh(mesh), axes)
     return run_passes(
@@ -115,8 +121,8 @@ class Original:
         self.results, self.caches = self.run(self.p)
 
     def run(self, p: Program) -> tuple[list[Tensor], dict[str, Tensor]]:
-        caches: dict[str, list[Tensor]] = {}
         sim = Simulator(p, runtime_sizes(p))
+        caches = _states(sim)
         results, _ = sim.run(self.ports, self.weights, caches)
         kept = {q.name: q for q in p.all_params() if q.kind == "cache"}
         stored = {
@@ -142,6 +148,18 @@ class Original:
         return all(_close(a, b, rows) for a, b, rows in pairs)
 
 
+def _states(sim: Simulator) -> dict[str, list[Tensor]]:
+    """What requests left in the state slots of a program: random, and by name alike on every placement."""
+    out: dict[str, list[Tensor]] = {}
+    for q in sim.p.all_params():
+        for k, t in enumerate(q.types if q.kind == "cache" and q.types[0].dims[0].name == "states" else ()):
+            name = f"{q.name}:{k}"
+            g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            x = torch.randn([sim.sizes[d.name] for d in t.dims], generator=g, dtype=sim.dtypes[t.dtype])
+            out[name] = sim.meaning.distribute(x, t)
+    return out
+
+
 def _close(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -153,14 +171,15 @@ def _close(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
 
 
 def of_model(r: Result, variant: str, bucket: int) -> Original:
-    """A golden program on a step that prefills two requests a home group, the last group idle where there are several."""
+    """A golden program on a step that prefills two requests a home group, of which the second goes on from an earlier step;
+    the last group is idle where there are several."""
     text = r.texts[variant, bucket]
     p = parse_program(text)
     groups, rng = p.plan.mesh.size(p.plan.home), random.Random(5)
     vocabulary = p.logical["v"]
     busy = range(max(groups - 1, 1))
     work = [
-        [(2 * g + i, [rng.randrange(vocabulary) for _ in range(2 - i)], 0) for i in range(2)] if g in busy else []
+        [(2 * g + i, [rng.randrange(vocabulary) for _ in range(2 - i)], 3 * i) for i in range(2)] if g in busy else []
         for g in range(groups)
     ]
     ports = batch(p, work, {n: 31 + n for n in range(2 * groups)})

@@ -117,7 +117,8 @@ def linear(args: list[Tensor], attrs: Mapping[str, Any], shapes: list[tuple[int,
     x = args[0].flatten(1) if n_in > 1 else args[0]
     ys = []
     for i, (w, shape) in enumerate(zip(ws, shapes)):
-        flat = w.flatten(-n_in).flatten(0, -2)
+        flat = w.flatten(-n_in)
+        flat = flat.reshape(-1, flat.shape[-1])
         y = REFERENCES["linear"](x, flat, bias[i].flatten() if bias else None, dtype=dtype)
         ys.append(y.reshape(x.shape[0], *shape[1:]))
     return tuple(ys) if k > 1 else ys[0]

@@ -20,6 +20,11 @@ ARCHITECTURES: dict[str, str] = {
     "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "KimiK2ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "Qwen2ForCausalLM": "tokenspeed.models.qwen2:CausalLM",
+    "Qwen3_5ForCausalLM": "tokenspeed.models.qwen3_5:CausalLM",
+    "Qwen3_5ForConditionalGeneration": "tokenspeed.models.qwen3_5:CausalLM",
+    "Qwen3_5MoeForCausalLM": "tokenspeed.models.qwen3_5:MoeCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "tokenspeed.models.qwen3_5:MoeCausalLM",
+    "Qwen3NextForCausalLM": "tokenspeed.models.qwen3_next:CausalLM",
     "Qwen3ForCausalLM": "tokenspeed.models.qwen3:CausalLM",
     "Qwen3MoeForCausalLM": "tokenspeed.models.qwen3_moe:CausalLM",
 }

@@ -26,7 +26,7 @@ from tokenspeed.models.nn import (
     select_rows,
 )  # fmt: skip
 from tokenspeed.models.nn.config import yarn_scale
-from tokenspeed.models.nn.decoder import TokenIds, decoder_names, expert_names
+from tokenspeed.models.nn.decoder import TokenIds, decoder_names, expert_names, parts
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says
 
@@ -134,12 +134,6 @@ class CausalLM(Module):
                 "layers.{i}.attn.v_b": parts(kv, nope, value)[1],
             }
         )
-
-
-def parts(name: str, first: int, second: int) -> tuple[str, str]:
-    """A tensor whose rows are `first` of one matrix and `second` of another, in turn."""
-    whole = first + second
-    return f"{name}[0:{first}/{whole}]", f"{name}[{first}:{whole}/{whole}]"
 
 
 class V2(CausalLM):

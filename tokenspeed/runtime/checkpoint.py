@@ -7,6 +7,7 @@ names are Hugging Face names, also out of a GGUF. Errors name the file and what 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,11 @@ Stored = Tensor | QuantWeight
 _DENSE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 MAX_POSITIONS = 1 << 24  # of a model; the rope table holds a row for each
+
+
+#: the tensors that hold the matrices of all experts of a layer, one under the other: what each holds of an expert
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 class CheckpointError(StartupError):
@@ -57,7 +63,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _read_config(path / "config.json")
+        self.config = read_config(path / "config.json")
         self.files = self._index()
         self.stored_as = {name: name for name in self.files}
         if "text_config" in _read_json(path / "config.json"):
@@ -112,10 +118,19 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self.files.keys()
 
+    def _of_stack(self, name: str) -> tuple[str, int, int, int] | None:
+        """Of a matrix of one expert: the tensor of all experts that holds it, the expert, and which part of how many."""
+        m = _EXPERT.fullmatch(name)
+        for stack, parts in _STACKED.items() if m else ():
+            if m and m[3] in parts and (whole := f"{m[1]}.{stack}") in self.files:
+                return whole, int(m[2]), parts.index(m[3]), len(parts)
+        return None
+
     def stored(self, name: str) -> str | None:
         name = name.partition("#")[0]
         if name not in self.files:
-            return None
+            stack = self._of_stack(name)
+            return self.stored(stack[0]) if stack else None
         if name.endswith("_blocks") and _scales(name) in self.files:
             return "mxfp4"
         try:
@@ -130,6 +145,8 @@ class SafetensorsCheckpoint:
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
         name, _, index = name.partition("#")
+        stack = None if name in self.files else self._of_stack(name)
+        name = stack[0] if stack else name
         part = self._slice(name)
         if name.endswith("_blocks") and _scales(name) in self.files:
             blocks, scales = part[int(index)], self._slice(_scales(name))[int(index)]
@@ -149,6 +166,11 @@ class SafetensorsCheckpoint:
             part = part.t() if index.endswith("'") else part
             _check_shape(self.path, f"{name}[{index}]", tuple(part.shape), shape)
             return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
+        if stack:
+            _, expert, index, count = stack
+            _check_shape(self.path, name, tuple(part.get_shape())[1:], (shape[0] * count, shape[1]))
+            first = index * shape[0]
+            return part[expert : expert + 1, first + rows[0] : first + rows[1]][0]
         _check_shape(self.path, name, tuple(part.get_shape()), shape)
         return part[rows[0] : rows[1]].reshape(rows[1] - rows[0], -1)
 
@@ -221,7 +243,7 @@ def _scales(blocks: str) -> str:
     return blocks.removesuffix("_blocks") + "_scales"
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A config.json; of a multi-modal model that of its language model, with what the whole says beside it."""
     whole = _read_json(path)
     text = whole.get("text_config")
@@ -239,6 +261,12 @@ def _text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name if name.startswith(("lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")) else None
+
+
+def each_of_stack(name: str) -> list[str]:
+    """What the tensors would be called that one of all experts holds, `{e}` for an expert."""
+    head, _, last = name.rpartition(".")
+    return [f"{head}.{{e}}.{part}.weight" for part in _STACKED.get(last, ())] if head.endswith(".experts") else []
 
 
 def _check_shape(where: object, name: str, have: tuple[int, ...], want: tuple[int, int]) -> None:
@@ -267,7 +295,7 @@ def open_checkpoint(
         if source.suffix == ".gguf" or (str(model) == "smollm2" and not config):
             return DummyCheckpoint(_gguf(model).config, seed, model)
         path = source / "config.json" if source.is_dir() else source
-        return DummyCheckpoint(_read_config(path), seed, str(path.resolve()))
+        return DummyCheckpoint(read_config(path), seed, str(path.resolve()))
     path = Path(model).expanduser()
     if found := _find_gguf(model, load_format):
         if load_format == "safetensors":
@@ -280,7 +308,7 @@ def open_checkpoint(
     if path.is_dir():
         described = path / "config.json" if not config or Path(config).is_dir() else Path(config)
         if not weights and load_format == "auto" and not any(path.glob("*.safetensors*")):
-            return ConfigOnly(_read_config(described))
+            return ConfigOnly(read_config(described))
         if described.resolve() != (path / "config.json").resolve():
             raise CheckpointError(f"{described} does not belong to the weights in {path}: put it there as config.json")
         return SafetensorsCheckpoint(path)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenspeed.compiler.weightmap import EACH, Entry, Run, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.kernels.weights import QuantStack, QuantWeight
-from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored
+from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored, each_of_stack
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ def load_weights(
     return out
 
 
-#: what files hold beside the weights of a model: a head that is tied, and tables that are computed here
-_KNOWN = re.compile(r"lm_head\.weight|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
+#: what files hold beside the weights of a model: a head that is tied, tables that are computed here, and layers that guess
+#: tokens ahead
+_KNOWN = re.compile(r"lm_head\.weight|mtp\..*|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
 
 
 def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
@@ -59,7 +60,8 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
     strange = [
         name
         for name in checkpoint.names()
-        if name not in sources and not _KNOWN.fullmatch(name) and not any(p.fullmatch(name) for p in stacked)
+        if name not in sources and not sources.intersection(each_of_stack(name)) and not _KNOWN.fullmatch(name)
+        if not any(p.fullmatch(name) for p in stacked)
     ]
     if strange:
         raise CheckpointError(

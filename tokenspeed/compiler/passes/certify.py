@@ -36,7 +36,7 @@ FLOOR = 1e-12  # errors below are reported as this, so that a certificate does n
 #: widths, and what is kept of each a rank
 _WIDTHS = (
     ("hidden_size", 8), ("intermediate_size", 8), ("vocab_size", 16),
-    ("moe_intermediate_size", 4), ("num_experts", 2), ("num_local_experts", 2),
+    ("moe_intermediate_size", 4), ("shared_expert_intermediate_size", 4), ("num_experts", 2), ("num_local_experts", 2),
 )  # fmt: skip
 
 #: configuration fields that are cut to these, where they are larger; `ranks` keeps what divides dividing
@@ -61,20 +61,31 @@ def certify(r: Request, bodies: Sequence[Body]) -> dict[str, Any]:
     return {"seed": SEED, "precision": "float64", "bound": BOUND, "reduced": over, "bodies": rows}
 
 
-def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
+def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """Fields to overwrite: two layers, narrow heads, and widths that divide by the ranks exactly where the real ones do."""
 
     def width(name: str, units: int) -> int:
         n = config[name]
         return min(n, ranks * max(units, 32 // ranks) + n % ranks)
 
-    out: dict[str, int] = {}
+    out: dict[str, Any] = {}
     for name, units in _WIDTHS:
         if isinstance(config.get(name), int):
             out[name] = width(name, units)
-    for name, most in ((_DEPTH, 2), (_POSITIONS, 64), ("sliding_window", 3)):
+    most_of = (
+        (_DEPTH, 2),
+        (_POSITIONS, 64),
+        ("sliding_window", 3),
+        ("linear_key_head_dim", 8),
+        ("linear_value_head_dim", 8),
+    )
+    for name, most in most_of:
         if isinstance(config.get(name), int):
             out[name] = min(config[name], most)
+    if len(kinds := (config.get("layer_types") or [])[: config.get(_DEPTH)]) > 1:  # the first and the last layer's
+        out["layer_types"] = [kinds[0], kinds[-1]]
+    if config.get("full_attention_interval"):
+        out["full_attention_interval"] = min(config["full_attention_interval"], 2)
     if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
         head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
         out[_WIDTH] = min(head, 8)

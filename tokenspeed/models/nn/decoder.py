@@ -33,17 +33,22 @@ def expert_names(shared: bool, layer: str = "model.layers.{i}") -> dict[str, str
     }
 
 
-def layer_windows(c: Config, sliding: Callable[[int], bool]) -> list[int | None]:
-    """Positions that each layer's attention sees, None for all: those of `layer_types`, or by layer number where the
-    configuration names none."""
-    count = c.num_hidden_layers
-    kinds = c.get("layer_types") or ["sliding_attention" if sliding(i) else "full_attention" for i in range(count)]
-    strange = sorted({str(k) for k in kinds} - {"sliding_attention", "full_attention"})
+def layer_kinds(c: Config, other: str, is_other: Callable[[int], bool]) -> list[bool]:
+    """Which layers are `other_attention` and not full: as `layer_types` says, or by layer number where the configuration names
+    none."""
+    count, known = c.num_hidden_layers, (f"{other}_attention", "full_attention")
+    kinds = c.get("layer_types") or [known[0 if is_other(i) else 1] for i in range(count)]
+    strange = sorted({str(k) for k in kinds} - set(known))
     if strange or len(kinds) < count:
         raise ConfigError(
-            f"layer_types names {strange or len(kinds)} for {count} layers: each must be full or sliding attention"
+            f"layer_types names {strange or len(kinds)} for {count} layers: each must be full or {other} attention"
         )
-    return [c.sliding_window if kind == "sliding_attention" else None for kind in kinds[:count]]
+    return [kind == known[0] for kind in kinds[:count]]
+
+
+def layer_windows(c: Config, sliding: Callable[[int], bool]) -> list[int | None]:
+    """Positions that each layer's attention sees, None for all."""
+    return [c.sliding_window if slides else None for slides in layer_kinds(c, "sliding", sliding)]
 
 
 def decoder_names(c: Config) -> dict[str, str]:
@@ -65,3 +70,9 @@ def decoder_names(c: Config) -> dict[str, str]:
         "head.w": "model.embed_tokens" if tied else "lm_head or model.embed_tokens",
     }
     return names
+
+
+def parts(name: str, *widths: int) -> tuple[str, ...]:
+    """The names of what lies by turns in one checkpoint tensor: `widths` rows of each, again and again."""
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return tuple(f"{name}[{a}:{a + n}/{sum(widths)}]" for a, n in zip(starts, widths))
