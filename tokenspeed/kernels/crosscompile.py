@@ -21,9 +21,11 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenspeed.kernels.activation import triton as activation
-from tokenspeed.kernels.attention import rope_append
+from tokenspeed.kernels.attention import hopper, rope_append
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.embedding import triton as embedding
 from tokenspeed.kernels.gemm import triton as gemm
@@ -42,6 +44,7 @@ TARGETS: dict[str, GPUTarget] = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+HOPPER = ("sm_90",)  # targets of the kernels that are written for one architecture
 DEPENDENT = ("sm_90", "sm_100")  # targets with programmatic dependent launch
 
 
@@ -135,6 +138,14 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
                     softcap=50.0, out=q,
                 ),
             )  # fmt: skip
+        if t > 16 and dtype == torch.bfloat16:
+            for page in (16, 64):
+                yield (
+                    f"attend, {t} tokens, pages of {page}, warp-specialised",
+                    lambda q=q, cache=cache, pos=pos, page=page: hopper.attend(
+                        q, cache, cache, pos, pos, new(16, 2048, dtype=i32), page=page, scale=0.1, out=q
+                    ),
+                )
         yield "select_rows", lambda x=x: rows.select_rows(x, new(16, dtype=i32), out=new(16, h))
     for t in (1, 256):
         q, pos, cache = new(t, n, d), new(t, dtype=i32), new(1 << 16, kv, d)
@@ -205,6 +216,10 @@ class Variant:
     attrs: dict[tuple[int], list[list[Any]]]
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        return HOPPER if self.launch.kernel.is_gluon() else tuple(TARGETS)
+
+    @property
     def key(self) -> tuple[str, str]:
         options = {k: v for k, v in self.launch.meta.items() if k in ("num_warps", "num_stages")}
         return self.launch.kernel.__name__, repr((self.signature, self.constants, self.attrs, options))
@@ -223,6 +238,9 @@ def variant_of(launch: Launch, use: str) -> Variant:
         elif isinstance(value, Tensor):
             signature[param.name] = "*" + _TYPES[value.dtype]
             attrs[(at,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            box = ",".join(map(str, value.block_shape))
+            signature[param.name] = f"tensordesc<{_TYPES[value.base.dtype]}[{box}],{value.layout!r}>"
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         else:
@@ -262,7 +280,8 @@ def compile_for(variant: Variant, target: str) -> Report:
         constants["PDL"] = target in DEPENDENT
         if constants["PDL"]:
             options["launch_pdl"] = True
-    source = ASTSource(variant.launch.kernel, variant.signature, constants, variant.attrs)
+    kind = GluonASTSource if variant.launch.kernel.is_gluon() else ASTSource
+    source = kind(variant.launch.kernel, variant.signature, constants, variant.attrs)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = _amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _nvidia(compiled.asm["cubin"])
     metadata: Any = compiled.metadata
@@ -315,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     reports: list[Report] = []
     failures: list[dict[str, str]] = []
     for variant in variants():
-        for target in args.target or TARGETS:
+        for target in (x for x in args.target or TARGETS if x in variant.targets):
             try:
                 reports.append(compile_for(variant, target))
             except Exception as error:

@@ -16,7 +16,7 @@ from typing import Any
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity
+from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity, one_of
 from tokenspeed.kernels.weights import dense
 
 PACKAGE = "tokenspeed.kernels"
@@ -118,11 +118,20 @@ def register(registry: Registry) -> None:
         pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
     )  # fmt: skip
 
+    _add(
+        registry, "gluon.attend", "attend", "gluon", "attention.hopper",
+        ("attention.triton", "attention.decode", "attention.softmax"),
+        (dict.fromkeys(("x", "cache", "out"), frozenset({"bfloat16"})),),
+        priority=Priority.SPECIALIZED, traits={"head_dim": one_of(64, 128, 256)},
+        capability=Capability("cuda", min_arch=90, max_arch=90),
+        summary="prefill warp-specialised for Hopper: TMA, two warpgroups of wgmma; decode as triton.attend",
+    )  # fmt: skip
+
 
 def _add(
     registry: Registry, name: str, op: str, solution: str, module: str, parts: tuple[str, ...], signatures: Signatures,
     *, pack: Callable[[Any], Any] = identity, priority: int = Priority.PERFORMANT,
-    traits: Mapping[str, Trait] | None = None, summary: str = "",
+    traits: Mapping[str, Trait] | None = None, capability: Capability = CUDA, summary: str = "",
 ) -> None:  # fmt: skip
     registry.register(
         KernelSpec(
@@ -132,7 +141,7 @@ def _add(
             fn=late(f"{PACKAGE}.{module}", op),
             signatures=signatures,
             priority=priority,
-            capability=CUDA,
+            capability=capability,
             traits=traits or {},
             tags=frozenset({"determinism"}),
             pack=pack,

@@ -192,7 +192,7 @@ def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slot
     """The tiling of a bucket of `tokens` tokens and `rows` request rows on a device of `slots` multiprocessors."""
     pack = power_of_2(n // kv)
     wide = power_of_2(d)
-    limit = max(1, PARTIAL_BYTES // (4 * (d + 2) * max(1, tokens * n)))
+    limit = part_limit(tokens, n, d)
     if tokens <= rows:
         keys = 16 if exact else (64 if wide <= 128 else 32)
         items = tokens * kv
@@ -214,6 +214,32 @@ def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slot
     return Tiling(tile, 64, parts, 1024, 8 if tile >= 128 else 4, 3)
 
 
+def check(
+    q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None,
+    *, page: int, out: Tensor,
+) -> None:  # fmt: skip
+    """ValueError that names the operands of `attend` whose shapes, dtypes or strides do not fit."""
+    t, n, d = q.shape
+    cs, ts = kcache.stride(), table.stride()
+    if out.shape != q.shape or out.dtype != q.dtype or kcache.shape[2] != d or vcache.shape != kcache.shape:
+        raise fail("attend", q=q, kcache=kcache, vcache=vcache, out=out)
+    if n % kcache.shape[1] or q.dtype not in CODE or kcache.dtype not in CODE or vcache.dtype != kcache.dtype:
+        raise fail("attend", q=q, kcache=kcache, vcache=vcache)
+    if vcache.stride() != cs or not q.stride(2) == out.stride(2) == cs[2] == 1 or page < 1:
+        raise fail("attend", q=q, kcache=kcache, vcache=vcache, out=out, page=page)
+    if not pos.dtype == row.dtype == table.dtype == torch.int32 or pos.shape != (t,) or row.shape != (t,):
+        raise fail("attend", pos=pos, row=row, table=table)
+    if not (pos.is_contiguous() and row.is_contiguous() and (ts[1] == 1 or table.shape[1] == 1)):
+        raise fail("attend", pos=pos, row=row, table=table)
+    if sinks is not None and (sinks.shape != (n,) or sinks.dtype not in CODE or not sinks.is_contiguous()):
+        raise fail("attend", q=q, sinks=sinks)
+
+
+def part_limit(tokens: int, n: int, d: int) -> int:
+    """The most parts a context may be cut into so that the partial results of a call stay within PARTIAL_BYTES."""
+    return max(1, PARTIAL_BYTES // (4 * (d + 2) * max(1, tokens * n)))
+
+
 def attend(
     q: Tensor, kcache: Tensor, vcache: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None = None,
     *, page: int, scale: float, window: int = 0, softcap: float = 0.0, out: Tensor, tiling: Tiling | None = None,
@@ -228,18 +254,7 @@ def attend(
     t, n, d = q.shape
     kv = kcache.shape[1]
     qs, os, cs, ts = q.stride(), out.stride(), kcache.stride(), table.stride()
-    if out.shape != q.shape or out.dtype != q.dtype or kcache.shape[2] != d or vcache.shape != kcache.shape or n % kv:
-        raise fail("attend", q=q, kcache=kcache, vcache=vcache, out=out)
-    if q.dtype not in CODE or kcache.dtype not in CODE or vcache.dtype != kcache.dtype or vcache.stride() != cs:
-        raise fail("attend", q=q, kcache=kcache, vcache=vcache)
-    if not (qs[2] == os[2] == cs[2] == 1 and (ts[1] == 1 or table.shape[1] == 1)) or page < 1:
-        raise fail("attend", q=q, kcache=kcache, table=table, out=out, page=page)
-    if not pos.dtype == row.dtype == table.dtype == torch.int32 or pos.shape != (t,) or row.shape != (t,):
-        raise fail("attend", pos=pos, row=row, table=table)
-    if not (pos.is_contiguous() and row.is_contiguous()):
-        raise fail("attend", pos=pos, row=row)
-    if sinks is not None and (sinks.shape != (n,) or sinks.dtype not in CODE or not sinks.is_contiguous()):
-        raise fail("attend", q=q, sinks=sinks)
+    check(q, kcache, vcache, pos, row, table, sinks, page=page, out=out)
     if t == 0 or n == 0:
         return
     rows = table.shape[0]
