@@ -48,7 +48,7 @@ TINY = LLAMA_8B | {
 MODELS: dict[str, dict[str, Any]] = {"qwen3-0.6b": QWEN_06B, "llama-3.1-8b": LLAMA_8B, "tiny": TINY}
 MAX_LEN = {"qwen3-0.6b": 40960, "llama-3.1-8b": 65536, "tiny": 65536}
 DECODE_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
-PREFILL_BUCKETS = [512, 1024, 2048, 4096, 8192]
+PREFILL_BUCKETS = [320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192]
 
 
 def step_bytes(c: dict[str, Any]) -> tuple[int, int]:
@@ -105,6 +105,12 @@ class Bench:
         self.out["memory"] = executor.memory() | {"free": torch.cuda.mem_get_info()[0]}
         self.say(f"ready in {self.out['start']}, memory {self.out['memory']}, copy {self.out['copy_gbps']} GB/s")
         rows = []
+        for tokens, context in ((800, 50800), (1024, 1024), (8192, 8192)):
+            if context < min(built.kv_tokens, MAX_LEN[self.args.model]) and tokens <= self.args.chunk:
+                rows.append(
+                    {"tokens": tokens, "context": context} | self.replays(executor, 1, context, tokens, count=5)
+                )
+                self.say(f"steps {tokens} tokens of {context}: {rows[-1]}")
         for batch, context in [(b, c) for c in (1024, 32768) for b in (1, 4, 16, 64, 256)]:
             if (
                 batch not in DECODE_BUCKETS
@@ -117,7 +123,8 @@ class Bench:
         built.ranks.close()
         return rows
 
-    def replays(self, executor: Any, batch: int, context: int, count: int = 40) -> dict[str, Any]:
+    def replays(self, executor: Any, batch: int, context: int, tokens: int = 1, count: int = 40) -> dict[str, Any]:
+        """Decode of `batch` requests, or the last `tokens` tokens of one, at `context` positions."""
         import numpy as np
         import torch
 
@@ -128,22 +135,32 @@ class Bench:
         pages = -(-context // page)
         order = np.random.default_rng(0).permutation(executor.config.num_pages)[: batch * pages].astype(np.int32)
         table = order.reshape(batch, pages)
+        # Token rows: every request's last `tokens` positions, then holes up to the bucket.
+        bucket = next(t for t, _ in executor.artifact.buckets if t >= batch * tokens)
+        held = min(bucket, executor.max_s)
         at = np.arange(batch, dtype=np.int32)
-        pos = np.full(batch, context - 1, np.int32)
+        row = np.full(bucket, -1, np.int32)
+        row[: batch * tokens] = np.repeat(at, tokens)
+        pos = np.where(row >= 0, context - tokens + np.arange(bucket) % tokens, -1).astype(np.int32)
+        slot = np.where(row >= 0, table[row, pos // page] * page + pos % page, -1).astype(np.int32)
+        last, slots = np.full((2, held), -1, np.int32)
+        last[:batch], slots[:batch] = (at + 1) * tokens - 1, at
+        tables = np.zeros((held, pages), np.int32)
+        tables[:batch] = table
         arrays = {
-            "ids": at + 11, "pos": pos, "slot": table[:, -1] * page + (context - 1) % page, "row": at, "last": at,
-            "table": table, "request_slots": at,
+            "ids": np.where(row >= 0, 11 + np.arange(bucket) % 1000, -1).astype(np.int32), "pos": pos, "slot": slot,
+            "row": row, "last": last, "table": tables, "request_slots": slots,
         }  # fmt: skip
-        params = np.zeros((batch, PARAM_WORDS), np.int32)
-        params[:, 0] = int(Flag.VALID | Flag.GREEDY)
-        step = Step(batch, batch, "gumbel", arrays, params, [])
+        params = np.zeros((held, PARAM_WORDS), np.int32)
+        params[:batch, 0] = int(Flag.VALID | Flag.GREEDY)
+        step = Step(bucket, held, "gumbel", arrays, params, [])
         for _ in executor.done:  # every slot of the ring holds the step
             executor.run(step)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(executor.gpu.stream):
             begin.record(executor.gpu.stream)
             for _ in range(count):
-                executor.replays["gumbel", batch]()
+                executor.replays["gumbel", bucket]()
             end.record(executor.gpu.stream)
         torch.cuda.synchronize()
         executor.turn = (executor.turn + count) % len(executor.done)
@@ -161,20 +178,20 @@ class Bench:
         pending()
         looped = (time.perf_counter() - began) / count * 1e3
         if self.args.profile:
-            self.profile(executor, batch, f"{batch} x {context}")
+            self.profile(executor, bucket, f"{batch} x {tokens} x {context}")
         return {
             "replay_ms": round(ms, 4), "overlapped_ms": round(looped, 4),
             "launch_us": round(statistics.median(host) * 1e6, 1), **self.share(batch, context, ms),
         }  # fmt: skip
 
-    def profile(self, executor: Any, batch: int, name: str) -> None:
+    def profile(self, executor: Any, bucket: int, name: str) -> None:
         """Device microseconds of a replay by kernel, gaps between kernels apart."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as recorded, executor.gpu.current():
             for _ in range(4):
-                executor.replays["gumbel", batch]()
+                executor.replays["gumbel", bucket]()
             torch.cuda.synchronize()
         executor.turn = (executor.turn + 4) % len(executor.done)
         kernels = sorted((e for e in recorded.events() if e.device_time > 0), key=lambda e: e.time_range.start)

@@ -37,7 +37,8 @@ def variants() -> dict[str, cross.Variant]:
 @pytest.mark.parametrize("target", sorted(cross.TARGETS))
 def test_every_kernel_compiles(target: str, variants: dict[str, cross.Variant]) -> None:
     seen = set()
-    for name, variant in variants.items():
+    mine = {name: variant for name, variant in variants.items() if target in variant.targets}
+    for name, variant in mine.items():
         if target != "sm_90" and variant.launch.kernel.__name__ in seen and "PLANNED" not in variant.constants:
             continue  # off the main target one form a kernel is enough, but for attention
         report = cross.compile_for(variant, target)
@@ -46,7 +47,7 @@ def test_every_kernel_compiles(target: str, variants: dict[str, cross.Variant]) 
         if target == "sm_90":
             assert report.spilled == 0, f"{name}: {report}"
             assert report.shared <= 227 * 1024, f"{name}: {report}"
-    assert seen == {v.launch.kernel.__name__ for v in variants.values()}
+    assert seen == {v.launch.kernel.__name__ for v in mine.values()}
 
 
 def test_float32_attention_and_products_do_not_spill_on_hopper() -> None:

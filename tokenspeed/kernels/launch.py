@@ -11,7 +11,9 @@ while the kernel before it still runs, and every one of them waits (dependent.py
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +49,23 @@ def recording() -> Generator[list[Launch]]:
         _record = before
 
 
+_ahead = False
+
+
+@contextmanager
+def compiling_ahead() -> Generator[None]:
+    """Launches under it are compiled, as many at once as there are processors, and not run."""
+    from triton import AsyncCompileMode
+
+    global _ahead  # as `_record`: for the start of an executor
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
+        _ahead = True
+        try:
+            yield
+        finally:
+            _ahead = False
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Runs `kernel` over `grid`; `meta` holds its constants and num_warps, num_stages."""
     if _record is not None:
@@ -56,7 +75,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         meta["PDL"] = overlaps(args[0].device)
         if meta["PDL"]:
             meta["launch_pdl"] = True
-    kernel[grid](*args, **meta)
+    if _ahead:
+        kernel.warmup(*args, grid=grid, **meta)
+    else:
+        kernel[grid](*args, **meta)
 
 
 def overlaps(device: torch.device) -> bool:

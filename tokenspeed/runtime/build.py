@@ -6,6 +6,7 @@ that it fixes (mesh, dtype, buckets) may be repeated but not contradicted.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ def build_engine(config: EngineConfig) -> Built:
                 f"{path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again"
             )
     m = artifact.manifest
+    if not config.page_size:
+        config = dataclasses.replace(config, page_size=16 if m["device"] == "cpu" else 64)
     ranks = int(m["ranks"])
     length = context_length(config, checkpoint)
     buckets = artifact.buckets

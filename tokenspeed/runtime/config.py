@@ -99,7 +99,11 @@ class EngineConfig:
         check=_buckets,
         help="Token counts to compile programs for; none: 1, 2, 3, 4, 6, 8 and about eight steps an octave",
     )
-    page_size: int = option(16, check=at_least(1), help="Tokens in a page of the KV cache")
+    page_size: int = option(
+        0,
+        check=at_least(0),
+        help="Tokens in a page of the KV cache; 0: 16 on CPU, 64 on a GPU, which fetches pages whole",
+    )
     num_pages: int = option(0, check=at_least(0), help="Pages of the KV cache; 0: as many as memory_fraction holds")
     memory_fraction: float = option(
         0.0,

@@ -10,7 +10,7 @@ A program with a kernel that cannot be captured (a reference) runs the same call
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tokenspeed.compiler.artifact import Artifact
 from tokenspeed.ir.ops.sampling import PARAM_WORDS
-from tokenspeed.kernels.launch import scratch_bytes
+from tokenspeed.kernels.launch import compiling_ahead, scratch_bytes
 from tokenspeed.kernels.step.triton import HEADER, begin_step, end_step, slot_words
 from tokenspeed.runtime.checkpoint import Checkpoint, DummyCheckpoint
 from tokenspeed.runtime.executor import Executor, RankConfig, Step, StepResult
@@ -102,8 +102,12 @@ class CudaExecutor(Executor):
         self.turn = 0
         keys = [(v, t) for t, _ in reversed(self.artifact.buckets) for v in self.artifact.manifest["variants"]]
         with self.gpu.current():
-            for i, (variant, bucket) in enumerate(keys):
-                self._capture(variant, bucket)
+            steps = {key: self._step(*key) for key in keys}
+            if self.device.type == "cuda":
+                self._compile(steps)
+                self._phase("compile")
+            for i, (key, step) in enumerate(steps.items()):
+                self.replays[key] = self._capture(*key, step)
                 progress("capture", i + 1, len(keys))
         extra = self.programs["full", self.max_t].results[1:] if ("full", self.max_t) in self.programs else []
         self.extras = [[self.gpu.pinned(*r.shape, dtype=r.dtype) for r in extra] for _ in range(RING)]
@@ -112,16 +116,40 @@ class CudaExecutor(Executor):
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
-    def _capture(self, variant: str, bucket: int) -> None:
-        """Emits a program, runs it once over holes (kernels compile, scratch grows) and captures it."""
+    def _step(self, variant: str, bucket: int) -> Callable[[], None]:
+        """Emits a program: what a replay does from the ring's inputs to its outputs."""
         program = self.program(variant, bucket)
         rows = dict(self.artifact.buckets)[bucket]
-        whole = all(self.kernel(k).solution != "reference" for k in program.kernels)
 
         def step() -> None:
             begin_step(self.inputs, self.counter, self.ports, self.sampled, bucket, rows)
             program.replay()
             end_step(program.results[0][:rows], self.ports, self.sampled, self.outputs, self.counter)
+
+        return step
+
+    def _compile(self, steps: Mapping[tuple[str, int], Callable[[], None]]) -> None:
+        """Compiles the kernels of decode buckets, and of the least and the largest beyond, side by side.
+
+        The others use the same ones: what a prompt's bucket runs hardly depends on its size. One that is missed compiles
+        where it first runs.
+        """
+        sizes = self.artifact.buckets
+        prompts = [t for t, s in sizes if t > s]
+        wanted = {t for t, s in sizes if t <= s} | {*prompts[:1], *prompts[-1:]}
+        with compiling_ahead():
+            for (variant, bucket), step in steps.items():
+                if bucket in wanted and self._whole(variant, bucket):
+                    step()
+
+    def _whole(self, variant: str, bucket: int) -> bool:
+        """Whether every call of a program is a kernel of the device; a reference runs on the host and is not captured."""
+        return all(self.kernel(k).solution != "reference" for k in self.program(variant, bucket).kernels)
+
+    def _capture(self, variant: str, bucket: int, step: Callable[[], None]) -> Callable[[], object]:
+        """Runs a step once over holes (scratch grows, libraries start) and captures it."""
+        rows = dict(self.artifact.buckets)[bucket]
+        whole = self._whole(variant, bucket)
 
         def by_hand() -> None:
             with self.device:  # a reference makes its index tensors on the default device
@@ -131,7 +159,7 @@ class CudaExecutor(Executor):
         (step if whole else by_hand)()
         self.turn = (self.turn + 1) % RING
         self.gpu.synchronize()
-        self.replays[variant, bucket] = self.gpu.capture(step) if whole else by_hand
+        return self.gpu.capture(step) if whole else by_hand
 
     def _fill(self, slot: int, t: int, s: int, arrays: dict[str, np.ndarray], params: np.ndarray) -> None:
         """Writes a step's arrays, of this home group, into a slot of the ring."""

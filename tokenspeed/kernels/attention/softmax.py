@@ -78,10 +78,10 @@ def settled(acc, total, most, sinks, index, live, SINKS: tl.constexpr):
 
 
 @triton.jit
-def part_of(first, end, part, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
-    """(start, end, parts used) of a part of positions first .. end - 1: at most PARTS of at least LEAST positions, each whole steps
-    of KEYS, so that only the last one may end within a step. A part past the used ones starts at or behind its end."""
+def part_of(first, end, part, KEYS: tl.constexpr, parts, LEAST: tl.constexpr):
+    """(start, end, parts used) of a part of positions first .. end - 1: at most `parts` of at least LEAST positions, each
+    whole steps of KEYS, so that only the last one may end within a step. A part past the used ones starts at or behind its end."""
     length = end - first
-    chunk = tl.cdiv(tl.cdiv(length, tl.minimum(tl.cdiv(length, LEAST), PARTS)), KEYS) * KEYS
+    chunk = tl.cdiv(tl.cdiv(length, tl.minimum(tl.cdiv(length, LEAST), parts)), KEYS) * KEYS
     start = first + part * chunk
     return start, tl.minimum(start + chunk, end), tl.cdiv(length, chunk)
