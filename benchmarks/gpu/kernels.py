@@ -618,7 +618,7 @@ def bench_attention(run: Run) -> None:
     def sweep() -> Iterator[tuple[str, Callable[[], tuple[float, float, float]], attention.Tiling]]:
         T = attention.Tiling
         for batch, context in ((1, 32768), (16, 32768), (64, 1024), (16, 1024)):
-            chosen = attention.tiling_of(batch, batch, 32, kv, d, False, processors(DEVICE))
+            chosen = attention.tiling_of(batch, True, 32, kv, d, False, processors(DEVICE))
             for keys, warps, stages in ((32, 4, 4), (64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3), (64, 2, 3)):
                 t = T(16, keys, chosen.parts, max(keys, chosen.least), warps, stages)
                 yield f"attend 8B decode {batch} x {context}", lambda a=(32, batch, context, t): decode(*a), t

@@ -116,7 +116,7 @@ def main() -> None:
             run = attend(heads, batch, context)
             moved = batch * context * 4096
             note(name, None, run(None), moved)
-            chosen = attention.tiling_of(batch, batch, heads, 8, 128, False, processors(DEVICE))
+            chosen = attention.tiling_of(batch, True, heads, 8, 128, False, processors(DEVICE))
             half = max(1, chosen.parts // 2)
             for keys, warps, stages in ((64, 4, 3), (32, 2, 4), (64, 4, 4)):
                 for parts in sorted({half, chosen.parts, chosen.parts * 4 // 3, chosen.parts * 2}):

@@ -18,6 +18,7 @@ from tokenspeed.compiler.api import compile_model
 from tokenspeed.compiler.artifact import load_artifact
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 from tokenspeed.models import find_family
+from tokenspeed.runtime import cuda_executor
 from tokenspeed.runtime.checkpoint import DummyCheckpoint
 from tokenspeed.runtime.cuda_executor import CudaExecutor
 from tokenspeed.runtime.executor import Executor, RankConfig, Step
@@ -74,37 +75,37 @@ def _executor(kind: type[Executor], device: str, folder: Path, dtype: str) -> Ex
     return kind(RankConfig("", {}, 0, PAGE, PAGES, 64, 1), artifact, DummyCheckpoint(CONFIG, 3), silent)
 
 
+def _step(rows: list[tuple[int, int, list[int]]], bucket: int, variant: str, flags: int) -> Step:
+    """rows: (request slot, first position, ids)."""
+    tables = np.arange(8, dtype=np.int32).reshape(4, 2)[:, ::-1] * 2 + 1
+    s = min(bucket, 4)
+    arrays = {n: np.full(bucket, -1, np.int32) for n in ("ids", "pos", "slot", "row")}
+    arrays |= {n: np.full(s, -1, np.int32) for n in ("last", "request_slots")}
+    arrays["table"] = np.zeros((s, 2), np.int32)
+    params = np.zeros((s, PARAM_WORDS), np.int32)
+    at = 0
+    for i, (slot, start, ids) in enumerate(rows):
+        for j, token in enumerate(ids):
+            p = start + j
+            arrays["ids"][at], arrays["pos"][at], arrays["row"][at] = token, p, i
+            arrays["slot"][at] = tables[slot, p // PAGE] * PAGE + p % PAGE
+            at += 1
+        arrays["last"][i], arrays["request_slots"][i], arrays["table"][i] = at - 1, slot, tables[slot]
+        params[i, Word.FLAGS] = flags
+        params[i, Word.SEED_LO], params[i, Word.POSITION], params[i, Word.SLOT] = 7 + slot, start + len(ids), slot
+        params[i, Word.TEMPERATURE] = np.float32(0.8).view(np.int32)
+    return Step(bucket, s, variant, arrays, params, [])
+
+
 def _steps() -> list[tuple[str, Step]]:
     """Two prompts of 3 and 5 tokens in one step, then decodes whose ids wait for the step before, then one request alone
     with log-probabilities."""
-    tables = np.arange(8, dtype=np.int32).reshape(4, 2)[:, ::-1] * 2 + 1
-
-    def step(rows: list[tuple[int, int, list[int]]], bucket: int, variant: str, flags: int) -> Step:
-        """rows: (request slot, first position, ids)."""
-        s = min(bucket, 4)
-        arrays = {n: np.full(bucket, -1, np.int32) for n in ("ids", "pos", "slot", "row")}
-        arrays |= {n: np.full(s, -1, np.int32) for n in ("last", "request_slots")}
-        arrays["table"] = np.zeros((s, 2), np.int32)
-        params = np.zeros((s, PARAM_WORDS), np.int32)
-        at = 0
-        for i, (slot, start, ids) in enumerate(rows):
-            for j, token in enumerate(ids):
-                p = start + j
-                arrays["ids"][at], arrays["pos"][at], arrays["row"][at] = token, p, i
-                arrays["slot"][at] = tables[slot, p // PAGE] * PAGE + p % PAGE
-                at += 1
-            arrays["last"][i], arrays["request_slots"][i], arrays["table"][i] = at - 1, slot, tables[slot]
-            params[i, Word.FLAGS] = flags
-            params[i, Word.SEED_LO], params[i, Word.POSITION], params[i, Word.SLOT] = 7 + slot, start + len(ids), slot
-            params[i, Word.TEMPERATURE] = np.float32(0.8).view(np.int32)
-        return Step(bucket, s, variant, arrays, params, [])
-
     greedy, random = int(Flag.VALID | Flag.GREEDY), int(Flag.VALID)
     return [
-        ("prompts", step([(2, 0, [5, 9, 20]), (0, 0, [1, 2, 3, 4, 150])], 8, "gumbel", greedy)),
-        ("decode", step([(0, 5, [-1]), (2, 3, [-3])], 2, "gumbel", greedy)),
-        ("sampled", step([(2, 4, [-3]), (0, 6, [-1])], 4, "gumbel", random)),
-        ("alone", step([(0, 7, [-1])], 1, "full", greedy | int(Flag.LOGPROBS))),
+        ("prompts", _step([(2, 0, [5, 9, 20]), (0, 0, [1, 2, 3, 4, 150])], 8, "gumbel", greedy)),
+        ("decode", _step([(0, 5, [-1]), (2, 3, [-3])], 2, "gumbel", greedy)),
+        ("sampled", _step([(2, 4, [-3]), (0, 6, [-1])], 4, "gumbel", random)),
+        ("alone", _step([(0, 7, [-1])], 1, "full", greedy | int(Flag.LOGPROBS))),
     ]
 
 
@@ -122,6 +123,25 @@ def test_tokens_equal_those_of_the_cpu(dtype: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(
                 got.logprobs[live], want.logprobs[live], atol=1e-4 if dtype == "float32" else 0.1
             )
+
+
+def test_a_chunk_in_a_bucket_of_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as tokens, and one request of three: the graph that takes them together runs, with equal tokens."""
+    monkeypatch.setattr(cuda_executor, "CHUNK", 4)
+    cpu = _executor(Executor, "cpu", tmp_path, "bfloat16")
+    gpu = _executor(_Interpreted, "cuda:90", tmp_path, "bfloat16")
+    assert isinstance(gpu, CudaExecutor) and gpu.mixed == {4}
+    ran: list[str] = []
+    for name, graphs in (("alone", gpu.replays), ("together", gpu.chunked)):
+        for key, replay in list(graphs.items()):
+            graphs[key] = lambda name=name, replay=replay: (ran.append(name), replay())
+    greedy = int(Flag.VALID | Flag.GREEDY)
+    for rows in ([(2, 0, [5, 9, 20]), (0, 0, [7])], [(2, 3, [4]), (0, 1, [8]), (1, 0, [3]), (3, 0, [2])]):
+        step = _step(rows, 4, "gumbel", greedy)
+        want, got = cpu.run(step), gpu.run(step)
+        live = step.arrays["last"] >= 0
+        assert got.tokens[live].tolist() == want.tokens[live].tolist()
+    assert ran == ["together", "alone"]
 
 
 def test_two_steps_in_flight(tmp_path: Path) -> None:

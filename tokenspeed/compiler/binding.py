@@ -1,4 +1,4 @@
-"""Kernel signatures: what the registry is asked for one op of a program, and under which key the answer is stored.
+"""Kernel signatures: what the registry is asked for one call of a program, and under which key the answer is stored.
 
 Invariant: the key holds everything selection may depend on (op, formats by role, facts), so one answer serves every node
 with that key, and the loader finds it again from the program text alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tokenspeed.ir.graph import Node, Program
 from tokenspeed.ir.types import ROW_DIMS, Type
@@ -15,6 +16,22 @@ from tokenspeed.ir.types import ROW_DIMS, Type
 FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
 
 Request = tuple[str, dict[str, str], dict[str, int]]  # registry op, role -> format, facts
+
+
+@dataclass
+class Call:
+    """One call: operands and results by their names in the whole program; `kinds` says of each operand that is a parameter
+    which kind it is ("" for a value)."""
+
+    node: Node
+    ins: list[Type]
+    outs: list[Type]
+    inputs: list[str]  # value names, or @absolute[:segment] of a parameter
+    outputs: list[str]
+    kinds: list[str]
+    request: Request
+    blocks: tuple[int, int, int] | None = None  # of a slice that copies: outer factor, parts, this rank's part
+
 
 #: ops of the IR that have no kernel of their own: an alias, or a view of the operand
 NO_KERNEL = frozenset({"cross", "slice"})
@@ -62,6 +79,11 @@ def rows_of(t: Type, p: Program) -> int:
         if d.name in ROW_DIMS:
             rows *= p.sizes[d.name] // p.plan.mesh.size(d.axes)
     return rows
+
+
+def width_of(t: Type, p: Program) -> int:
+    """Elements a row of `t` on one rank."""
+    return math.prod(_local(d, p) for d in t.dims if d.name not in ROW_DIMS)
 
 
 def key_of(op: str, signature: dict[str, str], facts: dict[str, int]) -> str:

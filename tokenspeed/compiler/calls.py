@@ -1,36 +1,22 @@
 """The kernel calls of a program: leaves dissolved, parameters by absolute name, chains that one kernel runs fused.
 
 Invariant: the list is a pure function of the program and of which fused requests have a kernel; binding, the memory plan
-and emission all walk this one list. Chains are fused within a body (fuse.py), once however many layers share it.
+and emission all walk this one list. Chains are fused within a body (fuse.py), once however many layers share it, and then
+across bodies (chain.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from tokenspeed.compiler.binding import NO_KERNEL, Request, request_of
+from tokenspeed.compiler.binding import NO_KERNEL, Call, Request, request_of
+from tokenspeed.compiler.chain import chained
 from tokenspeed.compiler.fuse import CALLS, fuse
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.types import Type
 
 Bound = Callable[[Request], bool]  # whether a kernel that is more than the reference runs a fused request
 QUIET: Request = ("", {}, {})  # of a call that runs no kernel
-
-
-@dataclass
-class Call:
-    """One call: operands and results by their names in the whole program; `kinds` says of each operand that is a parameter
-    which kind it is ("" for a value)."""
-
-    node: Node
-    ins: list[Type]
-    outs: list[Type]
-    inputs: list[str]  # value names, or @absolute[:segment] of a parameter
-    outputs: list[str]
-    kinds: list[str]
-    request: Request
-    blocks: tuple[int, int, int] | None = None  # of a slice that copies: outer factor, parts, this rank's part
 
 
 def flatten(p: Program, bound: Bound) -> list[Call]:
@@ -63,7 +49,7 @@ def flatten(p: Program, bound: Bound) -> list[Call]:
             inputs = [_absolute(i, path) if i.startswith("@") else env[i] for i in inner.inputs]
             outputs = [env[o] for o in inner.outputs]
             calls.append(Call(inner.node, inner.ins, inner.outs, inputs, outputs, inner.kinds, inner.request))
-    return calls
+    return chained(calls, p, bound)
 
 
 def _absolute(ref: str, path: str) -> str:

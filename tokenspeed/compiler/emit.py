@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from tokenspeed.compiler.binding import NO_KERNEL, key_of
-from tokenspeed.compiler.calls import Call
+from tokenspeed.compiler.binding import NO_KERNEL, Call, key_of
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import verify_memory
 from tokenspeed.compiler.storage import ARGMAX, DTYPES, View, lay_out, outer_blocks_of
@@ -146,6 +145,9 @@ class _Emitter:
             out = self._tensor(f"{f.outputs[0]}@whole" if n.op == "linear" else f.outputs[0])
             return args, out.flatten(1), {}
         args = [self._operand(f, k) for k in range(len(f.inputs))]
+        if n.op == "linear_chain":
+            args = [spec.pack(a) if k in (1, 4, 5, 7) else a for k, a in enumerate(args)]
+            return args, (self._tensor(f.outputs[0]), self._tensor(f"{f.outputs[1]}@whole")), dict(n.attrs)
         if n.op == "experts":  # gate and up are the segments of one tensor, and so are their biases
             args[3:] = [spec.pack(args[3]), spec.pack(args[5]), *args[6:7], *args[8:]]
         if n.op == "head_linear":

@@ -8,13 +8,13 @@ finds the same ones. No tensor is made here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from tokenspeed.compiler.binding import key_of
-from tokenspeed.compiler.calls import Call, flatten
+from tokenspeed.compiler.binding import Call, key_of
+from tokenspeed.compiler.calls import flatten
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import Buffer, plan_memory
 from tokenspeed.ir.graph import Program
@@ -154,15 +154,10 @@ class _Placer:
                 self.pairs[c.outputs[0]] = name = c.outputs[0] + "@value"
                 self.values[name] = self._sliced(i, c, self.pairs[c.inputs[0]])
         elif c.node.op == "linear":
-            rows = shapes[0][0][0]
-            widths = [math.prod(s[1:]) for s, _ in shapes]
-            whole = self._new(i, tuple(c.outs), (rows, sum(widths)), shapes[0][1])
-            start = 0
-            for name, (shape, dtype), width in zip(c.outputs, shapes, widths):
-                stride = (sum(widths), *contiguous(shape[1:]))
-                self.values[name] = View(shape, dtype, whole.storage, stride, start)
-                start += width
-            self.values[f"{c.outputs[0]}@whole"] = whole
+            self._segments(i, c.outputs, c.outs)
+        elif c.node.op == "linear_chain":
+            self.values[c.outputs[0]] = self._new(i, (c.outs[0],), *shapes[0])
+            self._segments(i, c.outputs[1:], c.outs[1:])
         elif c.node.op in ARGMAX or c.request[0] == "all_reduce_argmax":
             value = self._new(i, tuple(c.outs), shapes[0][0], torch.float32)
             self.values[c.outputs[0]] = self._new(i, tuple(c.outs), *shapes[0])
@@ -176,6 +171,18 @@ class _Placer:
                 self.values[name] = self._new(i, (t,), shape, dtype)
         for o in c.outputs:
             self._touch(o, i)
+
+    def _segments(self, i: int, names: Sequence[str], types: Sequence[Type]) -> None:
+        """Results of one product: side by side in the rows of one storage, which `NAME@whole` of the first is a view of."""
+        shapes = [self.local(t) for t in types]
+        widths = [math.prod(s[1:]) for s in shapes]
+        dtype = DTYPES[types[0].dtype]
+        whole = self._new(i, tuple(types), (shapes[0][0], sum(widths)), dtype)
+        start = 0
+        for name, shape, width in zip(names, shapes, widths):
+            self.values[name] = View(shape, dtype, whole.storage, (sum(widths), *contiguous(shape[1:])), start)
+            start += width
+        self.values[f"{names[0]}@whole"] = whole
 
     def _owns(self, value: str, want: tuple[tuple[int, ...], torch.dtype]) -> bool:
         """Whether a value lies in the arena alone (not in a port, not shared with an alias) and has the output's form."""

@@ -28,6 +28,7 @@ from tokenspeed.kernels.activation import triton as activation
 from tokenspeed.kernels.attention import hopper, rope_append
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.embedding import triton as embedding
+from tokenspeed.kernels.gemm import chain
 from tokenspeed.kernels.gemm import triton as gemm
 from tokenspeed.kernels.launch import Launch, recording
 from tokenspeed.kernels.norm import triton as norm
@@ -179,6 +180,15 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
             f"linear head, {t} rows",
             lambda t=t: gemm.linear(new(t, h), new(model.vocab, h), out=new(t, model.vocab, dtype=f32)),
         )
+    if dtype == torch.bfloat16:
+        for t in (1, 8, 16):
+            yield (
+                f"linear_chain, {t} rows",
+                lambda t=t: chain.linear_chain(
+                    new(t, n * d), new(h, n * d), new(t, h), new(h), new(2 * model.ffn, h), new(h, model.ffn), new(h),
+                    new((n + 2 * kv) * d, h), eps=1e-6, out=(new(t, h), new(t, (n + 2 * kv) * d)),
+                ),
+            )  # fmt: skip
     z = new(16, model.vocab, dtype=f32)
     picked = (new(16, dtype=f32), new(16, dtype=i32))
     yield "silu", lambda: activation.silu(new(16, h), out=new(16, h))

@@ -35,13 +35,23 @@ def linear_silu_mul(x: Tensor, w: Tensor) -> Tensor:
     return REFERENCES["silu_mul"](gate, up)
 
 
+def linear_chain(
+    y: Tensor, wo: Tensor, x: Tensor, w1: Tensor, wgu: Tensor, wd: Tensor, w2: Tensor, wq: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Between two attentions: x + linear(y, wo), its norm through the gated MLP and added, and linear of the norm of that."""
+    linear, norm = REFERENCES["linear"], REFERENCES["rms_norm"]
+    first = x + linear(y.flatten(1), wo, None, dtype=x.dtype)
+    total = first + linear(linear_silu_mul(norm(first, w1, eps=eps), wgu), wd, None, dtype=x.dtype)
+    return total, linear(norm(total, w2, eps=eps), wq, None, dtype=x.dtype)
+
+
 def gumbel_argmax(z: Tensor, params: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
     """temper, add_gumbel and argmax of logits z f32 [S, V] whose columns are the global ids offset.."""
     noisy = REFERENCES["add_gumbel"](REFERENCES["temper"](z, params), params, offset=offset)
     return REFERENCES["argmax"](noisy, offset=offset)
 
 
-_CHAINS = (rope_append, norm_rope_append, linear_silu_mul, gumbel_argmax)
+_CHAINS = (rope_append, norm_rope_append, linear_silu_mul, linear_chain, gumbel_argmax)
 
 #: references of the fused ops that the op table does not hold itself
 FUSED: dict[str, Callable[..., Any]] = {fn.__name__: fn for fn in _CHAINS}

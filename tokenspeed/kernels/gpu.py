@@ -16,7 +16,7 @@ from typing import Any
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity, one_of
+from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity, multiple_of, one_of
 from tokenspeed.kernels.weights import dense
 
 PACKAGE = "tokenspeed.kernels"
@@ -118,6 +118,13 @@ def register(registry: Registry) -> None:
         pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
     )  # fmt: skip
 
+    _add(
+        registry, "gluon.linear_chain", "linear_chain", "gluon", "gemm.chain", ("gemm.triton", "norm.triton"),
+        (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
+        pack=dense, priority=Priority.SPECIALIZED, capability=Capability("cuda", min_arch=90, max_arch=90),
+        traits={"tokens": at_most(16), "unit": multiple_of(64), "width": at_most(16384)},
+        summary="what lies between two attentions, for few rows: the weights are one stream",
+    )  # fmt: skip
     _add(
         registry, "gluon.attend", "attend", "gluon", "attention.hopper",
         ("attention.triton", "attention.decode", "attention.softmax"),

@@ -49,6 +49,25 @@ def recording() -> Generator[list[Launch]]:
         _record = before
 
 
+_chunks = False
+
+
+@contextmanager
+def with_chunks() -> Generator[None]:
+    """Launches under it serve steps in which a request may have several tokens, whatever the bucket's shape allows."""
+    global _chunks  # as `_record`: for the time of a capture
+    _chunks = True
+    try:
+        yield
+    finally:
+        _chunks = False
+
+
+def has_chunks(tokens: int, rows: int) -> bool:
+    """Whether a request of a bucket of `tokens` and `rows` is to be taken for one of several tokens."""
+    return tokens > rows or _chunks
+
+
 _ahead = False
 
 

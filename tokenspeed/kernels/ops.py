@@ -36,6 +36,7 @@ OPS: dict[str, Op] = {
         Op("lookup", "embedding", "lookup", ("w", "out")),
         Op("linear", "gemm", "linear", ("x", "w", "out")),
         Op("linear_silu_mul", "gemm", "silu_mul", ("x", "w", "out")),
+        Op("linear_chain", "gemm", "chain", ("x", "w", "out")),
         Op("rms_norm", "norm", "rms", ("x", "w", "out")),
         Op("add_rms_norm", "norm", "add_rms", ("x", "w", "out")),
         Op("square_sum", "norm", "square_sum", ("x", "out")),

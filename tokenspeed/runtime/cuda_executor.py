@@ -20,12 +20,14 @@ from torch import Tensor
 
 from tokenspeed.compiler.artifact import Artifact
 from tokenspeed.ir.ops.sampling import PARAM_WORDS
-from tokenspeed.kernels.launch import compiling_ahead, scratch_bytes
+from tokenspeed.kernels.launch import compiling_ahead, scratch_bytes, with_chunks
 from tokenspeed.kernels.step.triton import HEADER, begin_step, end_step, slot_words
 from tokenspeed.runtime.checkpoint import Checkpoint, DummyCheckpoint
 from tokenspeed.runtime.executor import Executor, RankConfig, Step, StepResult
 from tokenspeed.runtime.progress import Progress
 
+CHUNK = 16  # tokens from which a bucket that could be all decodes has a graph of its own for chunks of prompts: a chunk
+# read token by token reads its context as often
 RING = 4  # slots; more than steps can be in flight
 
 
@@ -77,6 +79,10 @@ class CudaExecutor(Executor):
             checkpoint.device = self.device.type
         self.seconds: dict[str, float] = {}  # of the start, by phase
         self.replays: dict[tuple[str, int], Callable[[], object]] = {}
+        self.chunked: dict[
+            tuple[str, int], Callable[[], object]
+        ] = {}  # of the buckets `mixed`, for requests of several tokens
+        self.mixed = frozenset(t for t, s in artifact.buckets if CHUNK <= t <= s)
         self._clock = time.perf_counter()
         super().__init__(config, artifact, checkpoint, progress)
 
@@ -108,6 +114,9 @@ class CudaExecutor(Executor):
                 self._phase("compile")
             for i, (key, step) in enumerate(steps.items()):
                 self.replays[key] = self._capture(*key, step)
+                if key[1] in self.mixed:
+                    with with_chunks():
+                        self.chunked[key] = self._capture(*key, step)
                 progress("capture", i + 1, len(keys))
         extra = self.programs["full", self.max_t].results[1:] if ("full", self.max_t) in self.programs else []
         self.extras = [[self.gpu.pinned(*r.shape, dtype=r.dtype) for r in extra] for _ in range(RING)]
@@ -141,6 +150,9 @@ class CudaExecutor(Executor):
             for (variant, bucket), step in steps.items():
                 if bucket in wanted and self._whole(variant, bucket):
                     step()
+                    if bucket in self.mixed:
+                        with with_chunks():
+                            step()
 
     def _whole(self, variant: str, bucket: int) -> bool:
         """Whether every call of a program is a kernel of the device; a reference runs on the host and is not captured."""
@@ -185,7 +197,7 @@ class CudaExecutor(Executor):
         self._fill(slot, t, s, arrays, step.params[mine_s])
         with self.gpu.current():
             self._change_state(step.ops)
-            self.replays[step.variant, t]()
+            self._replay(step)()
             more = self._copy_extra(slot, step)
             self.done[slot].record()
         self.turn = (slot + 1) % RING
@@ -196,6 +208,12 @@ class CudaExecutor(Executor):
             return StepResult(tokens, *(m.numpy().copy() for m in more))
 
         return wait
+
+    def _replay(self, step: Step) -> Callable[[], object]:
+        """The graph for a step: where a request has several tokens, the one that takes them together."""
+        key, row = (step.variant, step.bucket), step.arrays["row"]
+        several = step.bucket in self.mixed and bool(((row[1:] == row[:-1]) & (row[1:] >= 0)).any())
+        return self.chunked[key] if several else self.replays[key]
 
     def _copy_extra(self, slot: int, step: Step) -> list[Tensor]:
         """Sends what the full variant gives beside the tokens to the host; where it will lie, valid until the slot's turn."""

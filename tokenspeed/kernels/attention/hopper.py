@@ -1,3 +1,5 @@
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportAssignmentType=false
+# (Gluon's types are not Python's)
 """Prefill attention for Hopper, warp-specialised: one warp fetches pages of keys and values by TMA into a ring of shared
 memory, two warpgroups of 64 rows each multiply and exponentiate. Invariant: it computes what attend_tile computes, on the
 same tiles and parts, and leaves the merge of a tile's parts to `merge`.
@@ -29,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenspeed.kernels.attention import triton as portable
 from tokenspeed.kernels.attention.softmax import part_of
-from tokenspeed.kernels.launch import launch, power_of_2, processors, scratch
+from tokenspeed.kernels.launch import has_chunks, launch, power_of_2, processors, scratch
 
 ROWS = 128  # tokens times packed query heads of a tile: two warpgroups of 64
 MERGED = 32  # rows of a tile that one program of `merge` takes
@@ -353,14 +355,14 @@ def attend(
 ) -> None:  # fmt: skip
     """As attention.triton.attend, for bf16 throughout and heads of 64, 128 or 256. `parts`: most parts of a context.
 
-    A bucket with no more tokens than rows, a window, sinks, bent scores, pages that do not divide a step, and rows that
+    A step of one token a request, a window, sinks, bent scores, pages that do not divide a step, and rows that
     TMA cannot address take the portable kernels.
     """
     t, n, d = q.shape
     kv, rows, keys = kcache.shape[1], table.shape[0], KEYS[d]
     pack = power_of_2(n // kv)
     plain = sinks is None and window == 0 and softcap == 0
-    if not plain or t <= rows or pack > ROWS or not _fetches(kcache, vcache, page):
+    if not plain or not has_chunks(t, rows) or pack > ROWS or not _fetches(kcache, vcache, page):
         portable.attend(
             q, kcache, vcache, pos, row, table, sinks, page=page, scale=scale, window=window, softcap=softcap, out=out
         )

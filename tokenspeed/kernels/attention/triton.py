@@ -3,7 +3,7 @@ length is read on the device, so a captured graph serves any batch of its bucket
 touches the cache; results of one shape are the same bits from run to run.
 
 A program takes one KV head, a tile of tokens of one request with the query heads of that KV head packed beside each other
-(GQA), and one part of the context. In a bucket with no more tokens than rows a tile is one token (decode.py); otherwise
+(GQA), and one part of the context. In a step of one token a request a tile is one token (decode.py); otherwise
 `plan` lists the tiles first: blocks of the token axis, cut where the row changes. The parts of a tile leave float32
 partial results; the last one to finish merges them in order and resets the tile's counter.
 """
@@ -21,7 +21,7 @@ from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.decode import decode_part
 from tokenspeed.kernels.attention.softmax import part_of, settled, span
 from tokenspeed.kernels.dependent import await_inputs
-from tokenspeed.kernels.launch import even_splits, launch, power_of_2, processors, scratch
+from tokenspeed.kernels.launch import even_splits, has_chunks, launch, power_of_2, processors, scratch
 
 LOG2_E = 1.4426950408889634
 PARTIAL_BYTES = 128 << 20  # bound of the partial results of one call
@@ -188,12 +188,12 @@ def attend_tile(
     tl.store(o_at, settled(acc, total, most, sinks, index, mine, SINKS).to(kind), mask=inside)
 
 
-def tiling_of(tokens: int, rows: int, n: int, kv: int, d: int, exact: bool, slots: int) -> Tiling:
-    """The tiling of a bucket of `tokens` tokens and `rows` request rows on a device of `slots` multiprocessors."""
+def tiling_of(tokens: int, alone: bool, n: int, kv: int, d: int, exact: bool, slots: int) -> Tiling:
+    """The tiling of a bucket of `tokens` tokens on a device of `slots` multiprocessors. `alone`: each token is a tile."""
     pack = power_of_2(n // kv)
     wide = power_of_2(d)
     limit = part_limit(tokens, n, d)
-    if tokens <= rows:
+    if alone:
         keys = 16 if exact else (64 if wide <= 128 else 32)
         items = tokens * kv
         full = 4 * items >= 3 * slots
@@ -248,7 +248,8 @@ def attend(
 
     Token t attends positions 0..pos[t] of request row[t], of a `window` above 0 the last ones; position p lies in slot
     table[row, p // page] * page + p % page. A token with row or position -1 gets zeros. Softmax in float32, scores bent by a
-    `softcap` above 0. The tokens of one row are adjacent; where T <= S each token is taken alone. `tiling` overrides the
+    `softcap` above 0. The tokens of one row are adjacent; where T <= S, and no chunks were
+    announced (launch.with_chunks), each token is taken alone. `tiling` overrides the
     choice for the shape.
     """
     t, n, d = q.shape
@@ -260,8 +261,8 @@ def attend(
     rows = table.shape[0]
     pack = power_of_2(n // kv)
     exact = q.dtype == torch.float32 or kcache.dtype == torch.float32 or q.device.type == "cpu"
-    cut = tiling or tiling_of(t, rows, n, kv, d, exact, processors(q.device))
-    planned = t > rows
+    planned = has_chunks(t, rows)
+    cut = tiling or tiling_of(t, not planned, n, kv, d, exact, processors(q.device))
     if cut.parts > 1:
         partial = scratch(q.device, "attend partial", t * n * cut.parts * d, torch.float32)
         stats = scratch(q.device, "attend stats", t * n * cut.parts * 2, torch.float32)

@@ -2,8 +2,8 @@
 in tiles of output columns by parts of K that fill the device; parts leave float32 sums and the last one to finish adds
 them in order, so results of one shape are the same bits from run to run, and a row's result depends on its own x alone.
 
-The weight's tile is the left operand of the matrix product, so 16 columns of its right one serve a single row. With
-dependent launch a program asks for its piece of the weight while the kernel before it still runs.
+The weight's tile is the left operand of the matrix product, so 16 columns of its right one serve a single row. (To ask
+for the weight ahead, while the kernel before still runs, measured slower: it passes through L2 twice.)
 
 linear_silu_mul is the product with a weight of two halves, gate and up, and silu(gate) * up of it: a tile takes its
 columns from both halves in turn and rounds where the separate kernels do. (An RMS norm on the way in, and a residual add
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.softmax import product
-from tokenspeed.kernels.dependent import await_inputs, prefetch
+from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2, processors, scratch
 
 MAX_TOKENS = 64
@@ -42,10 +42,10 @@ class Tiling:
 def few_rows(
     x, x_stride, w, w_stride, bias, out, out_stride, partial, counter, tokens, columns, K, chunk,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    WHOLE: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part p of K is [p * chunk, (p + 1) * chunk). WHOLE: columns and K are multiples of the tile. GATED: w is gate and up,
-    `columns` rows each, taken in turn. EARLY: bytes of an element of w where its rows can be asked for ahead, else 0."""
+    `columns` rows each, taken in turn."""
     program = tl.program_id(0)
     tile = program // PARTS
     part = program % PARTS
@@ -61,9 +61,6 @@ def few_rows(
     here = column < columns
     there = token < tokens
     w_row = w + place.to(tl.int64) * w_stride
-    if PDL and EARLY > 0:
-        size = tl.minimum(tl.minimum(chunk, K - part * chunk) * EARLY, 1024)
-        prefetch(tl.where(here, w_row, w) + part * chunk, tl.zeros([COLUMNS], tl.int32) + size)
     await_inputs(PDL)
     w_at = w_row[:, None] + lane[None, :]
     x_at = x + token.to(tl.int64)[None, :] * x_stride + lane[:, None]
@@ -172,14 +169,10 @@ def _run(
     else:
         partial = counter = y
     whole = n % own == 0 and k % cut.depth == 0
-    size = w.element_size()
-    aligned = (
-        k * size % 16 == 0 and w.stride(0) * size % 16 == 0 and (w.device.type != "cuda" or w.data_ptr() % 16 == 0)
-    )
     launch(
         few_rows, (tiles * parts,), x, x.stride(0), w, w.stride(0), w if bias is None else bias,
         y, y.stride(0), partial, counter, t, n, k, chunk,
         TOKENS=padded, COLUMNS=cut.columns, DEPTH=cut.depth, PARTS=parts, BIAS=bias is not None, WHOLE=whole,
-        EXACT=exact, GATED=gated, EARLY=size if aligned else 0,
+        EXACT=exact, GATED=gated,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
