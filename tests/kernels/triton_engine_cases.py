@@ -30,6 +30,7 @@ CONFIG = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": True,
 }  # fmt: skip
+CHAINED = CONFIG | {"hidden_size": 64, "intermediate_size": 128}  # wide enough for what fuses two layers
 PAGE, PAGES = 4, 24
 
 
@@ -66,13 +67,13 @@ class _Interpreted(CudaExecutor):
     gpu_type = _Host
 
 
-def _executor(kind: type[Executor], device: str, folder: Path, dtype: str) -> Executor:
+def _executor(kind: type[Executor], device: str, folder: Path, dtype: str, config: dict[str, Any] = CONFIG) -> Executor:
     compiled = compile_model(
-        find_family("Qwen3ForCausalLM"), CONFIG, dtype=dtype, cache_dtype=dtype, buckets=(1, 2, 4, 8), max_rows=4,
+        find_family("Qwen3ForCausalLM"), config, dtype=dtype, cache_dtype=dtype, buckets=(1, 2, 4, 8), max_rows=4,
         device=device,
     )  # fmt: skip
     artifact = load_artifact(compiled.write(folder / device.replace(":", "-")))
-    return kind(RankConfig("", {}, 0, PAGE, PAGES, 64, 1), artifact, DummyCheckpoint(CONFIG, 3), silent)
+    return kind(RankConfig("", {}, 0, PAGE, PAGES, 64, 1), artifact, DummyCheckpoint(config, 3), silent)
 
 
 def _step(rows: list[tuple[int, int, list[int]]], bucket: int, variant: str, flags: int) -> Step:
@@ -109,10 +110,16 @@ def _steps() -> list[tuple[str, Step]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_equal_those_of_the_cpu(dtype: str, tmp_path: Path) -> None:
-    cpu = _executor(Executor, "cpu", tmp_path, dtype)
-    gpu = _executor(_Interpreted, "cuda:90", tmp_path, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [("float32", CONFIG), ("bfloat16", CONFIG), ("bfloat16", CHAINED)],
+    ids=["f32", "bf16", "chained"],
+)
+def test_tokens_equal_those_of_the_cpu(dtype: str, config: dict[str, Any], tmp_path: Path) -> None:
+    cpu = _executor(Executor, "cpu", tmp_path, dtype, config)
+    gpu = _executor(_Interpreted, "cuda:90", tmp_path, dtype, config)
+    assert isinstance(gpu, CudaExecutor)
+    assert any(k.startswith("linear_chain|") for k in gpu.program("gumbel", 8).kernels) == (config is CHAINED)
     for name, step in _steps():
         want, pending = cpu.run(step), gpu.launch(step)
         got = pending()
