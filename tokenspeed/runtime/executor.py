@@ -120,8 +120,9 @@ class Executor:
             "states": self.max_s * self.dp,  # a request's state lies in the slot that the request owns
         }  # fmt: skip
         self.params: dict[str, Any] = load_weights(
-            artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device
-        )
+            artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device,
+            config.max_model_len,
+        )  # fmt: skip
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}

@@ -8,7 +8,6 @@ left uninitialised: what no slice covers is zero.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from tokenspeed.compiler.weightmap import EACH, Entry, Run, Segment, WeightMap
 from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.kernels.weights import QuantStack, QuantWeight
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, Stored, each_of_stack
+from tokenspeed.runtime.rope import rope_table
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,10 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 def load_weights(
     m: WeightMap, checkpoint: Checkpoint, rank: int, progress: Callable[[int, int], None] = lambda done, total: None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", length: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Local parameters by name, on `device`. CheckpointError names a missing tensor or a wrong shape."""
+    """Local parameters by name, on `device`, for requests of up to `length` tokens. CheckpointError names a missing tensor or a
+    wrong shape."""
     if rank == 0:
         _refuse_strangers(m, checkpoint)
     out: dict[str, Any] = {}
@@ -39,7 +40,7 @@ def load_weights(
         key = (e.kind, e.segments, str(e.attrs))
         if key not in shared:
             if e.kind == "rope":
-                shared[key] = rope_table(dict(e.attrs or {})).to(device)
+                shared[key] = rope_table(dict(e.attrs or {}), length).to(device)
             else:
                 shared[key] = _parameter(m, e, checkpoint, rank, torch.device(device))
         out[e.name] = shared[key]
@@ -169,49 +170,3 @@ def _quantised(
             at = c_dst // fmt.block * fmt.block_bytes
             data[dst : dst + n, at : at + block.shape[1]] = block
     return QuantWeight(data, s.type.dtype, local)
-
-
-def rope_table(attrs: dict[str, Any]) -> Tensor:
-    """float32 [positions, dim]: cos of dim/2 angles, then sin.
-
-    Angles are position * theta^(-2i/dim) (Su et al., 2104.09864); `linear` divides positions by `factor`; `divisors` holds
-    one divisor a frequency (as GGUF files of Llama 3.x do); `llama3` divides
-    low frequencies by `factor` and blends between `low_freq_factor` and `high_freq_factor` turns of the original context.
-    `yarn` (2309.00071) blends over the frequencies that turn `beta_fast` to `beta_slow` times in it, and scales both halves.
-    The table depends on the configuration alone, never on the length of a request.
-    """
-    dim, p, gain = int(attrs["dim"]), dict(attrs["parameters"]), 1.0
-    inv = 1.0 / (float(p["rope_theta"]) ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    if p["rope_type"] == "linear":
-        inv = inv / float(p["factor"])
-    elif p["rope_type"] == "divisors":
-        inv = inv / torch.tensor(p["divisors"])
-    elif p["rope_type"] == "llama3":
-        old = float(p["original_max_position_embeddings"])
-        low, high, factor = float(p["low_freq_factor"]), float(p["high_freq_factor"]), float(p["factor"])
-        wavelength = 2 * math.pi / inv
-        smooth = (old / wavelength - low) / (high - low)
-        blended = (1 - smooth) * inv / factor + smooth * inv
-        scaled = torch.where(wavelength > old / low, inv / factor, inv)
-        between = (wavelength <= old / low) & (wavelength >= old / high)
-        inv = torch.where(between, blended, scaled)
-    elif p["rope_type"] == "yarn":
-        inv, gain = _yarn(inv, p), float(p["attention_factor"])
-    angle = torch.arange(int(attrs["positions"]), dtype=torch.float32)[:, None] * inv
-    return torch.cat([angle.cos(), angle.sin()], dim=1) * gain
-
-
-def _yarn(inv: Tensor, p: dict[str, Any]) -> Tensor:
-    """Frequencies [dim/2]: those that turn often in the original context as they are, slow ones divided by `factor`."""
-    dim, theta = 2 * len(inv), float(p["rope_theta"])
-
-    def turning(times: float) -> float:
-        """Index of the frequency that turns so often in the original context."""
-        return dim * math.log(p["original_max_position_embeddings"] / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = turning(p["beta_fast"]), turning(p["beta_slow"])
-    if p["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
-    return inv / float(p["factor"]) * slow + inv * (1 - slow)

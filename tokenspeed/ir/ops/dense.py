@@ -1,4 +1,4 @@
-"""Ops of a dense transformer: lookup, linear, norms, rope, activations, add, row selection.
+"""Ops of a dense transformer: lookup, linear, norms, rope, reductions, row selection.
 
 Each class states its shape rule and its placement rule for one axis, and holds the reference: plain torch, accumulated
 in float32, the meaning every kernel is checked against. T token rows, S request rows.
@@ -17,6 +17,7 @@ from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.graph import row_factors
 from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, pointwise_rule, refuse, wide
+from tokenspeed.ir.ops.pointwise import POINTWISE
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
 
@@ -278,135 +279,6 @@ class RopePairs(Rope):
         return torch.cat([torch.stack([a, b], -1).flatten(-2), x[..., turned:]], -1)
 
 
-class Silu(Op):
-    """x -> x * sigmoid(x)."""
-
-    name = "silu"
-    in_place_ok = True
-
-    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        return [(ins[0].dtype, ins[0].names)]
-
-    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule(self.name, axis, states, ins, ins[0].names)]
-
-    def reference(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.silu(x)
-
-
-class Sigmoid(Silu):
-    """x -> 1 / (1 + exp(-x))."""
-
-    name = "sigmoid"
-
-    def reference(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x)
-
-
-class Mul(Op):
-    """x * y elementwise; linear in each operand alone."""
-
-    name = "mul"
-    in_place_ok = True
-
-    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        if ins[0].names != ins[1].names:
-            raise RuleError("P004", f"{self.name} of {list(ins[0].names)} and {list(ins[1].names)}: the dims differ")
-        return [(ins[0].dtype, ins[0].names)]
-
-    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,), (1,)])]
-
-    def reference(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-
-class MulRows(Mul):
-    """x [T, D] times y [T], a value a row; linear in each operand alone."""
-
-    name = "mul_rows"
-
-    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        if ins[0].names[:-1] != ins[1].names:
-            raise RuleError("P004", f"mul_rows of {list(ins[0].names)} takes one value a row, not {list(ins[1].names)}")
-        return [(ins[0].dtype, ins[0].names)]
-
-    def reference(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y[:, None]
-
-
-class SiluMul(Mul):
-    """silu(gate) * up; linear in `up` only."""
-
-    name = "silu_mul"
-
-    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(1,)])]
-
-    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.nn.functional.silu(gate) * up
-
-
-class Gelu(Silu):
-    """x -> x times the normal distribution function, in its tanh form (Hendrycks and Gimpel, 1606.08415)."""
-
-    name = "gelu"
-
-    def reference(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-class GeluMul(SiluMul):
-    """gelu(gate) * up; linear in `up` only."""
-
-    name = "gelu_mul"
-
-    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-
-
-class Softcap(Silu):
-    """x -> cap * tanh(x / cap), which stays within attr `cap` of zero and keeps the order of values."""
-
-    name = "softcap"
-
-    def reference(self, x: Tensor, *, cap: float) -> Tensor:
-        return ((wide(x) / cap).tanh() * cap).to(x.dtype)
-
-
-class Add(Mul):
-    """x + y; linear in both together: both complete or both pending."""
-
-    name = "add"
-
-    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0, 1)], joint=True)]
-
-    def reference(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-
-class Scale(Op):
-    """x * factor, a constant of x's dtype."""
-
-    name = "scale"
-    in_place_ok = True
-
-    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        return [(ins[0].dtype, ins[0].names)]
-
-    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        if states[0].startswith("P:"):
-            return [states[0]]
-        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,)])]
-
-    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
-        return kind in ("max", "min") and attrs["factor"] > 0
-
-    def reference(self, x: Tensor, *, factor: float) -> Tensor:
-        return x * torch.tensor(factor, dtype=x.dtype)
-
-
 class Reduce(Op):
     """x [.., D] -> [..]: the sum, maximum or minimum over the last dim (attr `kind`); pending by it where D is sharded."""
 
@@ -519,7 +391,8 @@ class Cross(Op):
 
 
 OPS_RMS = RmsNorm()
-DENSE = [
+DENSE: list[Op] = [
+    *POINTWISE,
     Lookup(),
     Linear(),
     OPS_RMS,
@@ -528,16 +401,6 @@ DENSE = [
     RmsScale(),
     Rope(),
     RopePairs(),
-    Silu(),
-    Sigmoid(),
-    Mul(),
-    MulRows(),
-    SiluMul(),
-    Gelu(),
-    GeluMul(),
-    Softcap(),
-    Add(),
-    Scale(),
     Reduce(),
     SelectRows(),
     Cross(),

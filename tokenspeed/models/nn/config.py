@@ -68,6 +68,19 @@ def _yarn(p: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_factor": gain, "beta_fast": fast, "beta_slow": slow, "truncate": p.get("truncate", True)}
 
 
+def _longrope(p: Mapping[str, Any]) -> dict[str, Any]:
+    """The factor of cosines and sines where a configuration leaves it to LongRoPE's default; its divisors, if they are any."""
+    for key in ("short_factor", "long_factor"):
+        values = p[key]
+        if not isinstance(values, list) or not all(isinstance(x, int | float) and x > 0 for x in values):
+            raise ConfigError(f"{key} is {values!r} in config.json: it must be a list of positive numbers")
+    old, gain = p["original_max_position_embeddings"], p.get("attention_factor")
+    factor = p.get("factor") or p["positions"] / old
+    if gain is None:
+        gain = math.sqrt(1 + math.log(factor) / math.log(old)) if factor > 1 else 1.0
+    return {"attention_factor": gain}
+
+
 class Config:
     """Attribute access to a config.json: `c.hidden_size`, `c.get("head_dim")`. Missing: ConfigError that names the field."""
 
@@ -147,17 +160,21 @@ class Config:
             out["rope_theta"] = self.get(theta, default)
         for key, value in out.items():
             checked(key, value)
-        supported = ("default", "linear", "llama3", "yarn", "divisors")
+        supported = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors")
         if out["rope_type"] not in supported:
             raise ConfigError(f"rope_type {out['rope_type']!r} is not supported; supported: {', '.join(supported)}")
+        if out["rope_type"] in ("llama3", "yarn", "longrope"):  # some configurations have it beside the rope's
+            old = self.get("original_max_position_embeddings") or out.get("original_max_position_embeddings")
+            out["original_max_position_embeddings"] = old or self.max_position_embeddings
         needed = {
-            "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "linear": ("factor",), "longrope": ("short_factor", "long_factor"), "yarn": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         }  # fmt: skip
         for key in needed.get(out["rope_type"], ()):
             if out.get(key) is None:
                 raise ConfigError(f"rope_type {out['rope_type']!r} needs {key!r} in rope_parameters / rope_scaling")
-        return out | _yarn(out) if out["rope_type"] == "yarn" else out
+        defaults = {"yarn": _yarn, "longrope": _longrope}.get(out["rope_type"])
+        return out | defaults(out | {"positions": self.max_position_embeddings}) if defaults else out
 
     def refuse(self, field: str, allowed: tuple[Any, ...], why: str) -> None:
         """ConfigError unless the field is absent or one of `allowed`."""

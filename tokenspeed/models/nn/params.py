@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
 from tokenspeed.ir.spec import Spec, SpecDim, parse_sides, parse_spec
+from tokenspeed.models.nn.config import ConfigError
 from tokenspeed.models.nn.module import Param
 
 T = TypeVar("T")
@@ -175,6 +176,11 @@ class Rope(Param):
     from `parameters` (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
 
     def __init__(self, dim: int, positions: int, parameters: dict[str, Any], pairs: bool = False) -> None:
+        for key in ("short_factor", "long_factor"):
+            if len(parameters.get(key, ())) not in (0, dim // 2):
+                raise ConfigError(
+                    f"{key} lists {len(parameters[key])} divisors, a rope of {dim} values has {dim // 2} frequencies"
+                )
         self.dim, self.positions, self.parameters, self.pairs = dim, positions, parameters, pairs
 
     def __call__(self, q: Any, k: Any, pos: Any) -> tuple[Any, Any]:

@@ -1,0 +1,151 @@
+"""Elementwise ops: activations, products, sums, constants. T token rows.
+
+Invariant: operands meet by the names of their dims, so one rule (`pointwise_rule`) places them all; what differs is in which
+operands an op is linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.ops.base import Op, OutSpec, States, pointwise_rule, wide
+from tokenspeed.ir.types import Type
+
+
+class Silu(Op):
+    """x -> x * sigmoid(x)."""
+
+    name = "silu"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names)]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x)
+
+
+class Sigmoid(Silu):
+    """x -> 1 / (1 + exp(-x))."""
+
+    name = "sigmoid"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+
+class Mul(Op):
+    """x * y elementwise; linear in each operand alone."""
+
+    name = "mul"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if ins[0].names != ins[1].names:
+            raise RuleError("P004", f"{self.name} of {list(ins[0].names)} and {list(ins[1].names)}: the dims differ")
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,), (1,)])]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+class MulRows(Mul):
+    """x [T, D] times y [T], a value a row; linear in each operand alone."""
+
+    name = "mul_rows"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if ins[0].names[:-1] != ins[1].names:
+            raise RuleError("P004", f"mul_rows of {list(ins[0].names)} takes one value a row, not {list(ins[1].names)}")
+        return [(ins[0].dtype, ins[0].names)]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y[:, None]
+
+
+class SiluMul(Mul):
+    """silu(gate) * up; linear in `up` only."""
+
+    name = "silu_mul"
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(1,)])]
+
+    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+
+class Gelu(Silu):
+    """x -> x times the normal distribution function, in its tanh form (Hendrycks and Gimpel, 1606.08415)."""
+
+    name = "gelu"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+class GeluMul(SiluMul):
+    """gelu(gate) * up; linear in `up` only."""
+
+    name = "gelu_mul"
+
+    def reference(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+class Softcap(Silu):
+    """x -> cap * tanh(x / cap), which stays within attr `cap` of zero and keeps the order of values."""
+
+    name = "softcap"
+
+    def reference(self, x: Tensor, *, cap: float) -> Tensor:
+        return ((wide(x) / cap).tanh() * cap).to(x.dtype)
+
+
+class Add(Mul):
+    """x + y; linear in both together: both complete or both pending."""
+
+    name = "add"
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0, 1)], joint=True)]
+
+    def reference(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Scale(Op):
+    """x * factor, a constant of x's dtype."""
+
+    name = "scale"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        if states[0].startswith("P:"):
+            return [states[0]]
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names, linear=[(0,)])]
+
+    def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
+        return kind in ("max", "min") and attrs["factor"] > 0
+
+    def reference(self, x: Tensor, *, factor: float) -> Tensor:
+        return x * torch.tensor(factor, dtype=x.dtype)
+
+
+POINTWISE: list[Op] = [
+    Silu(), Sigmoid(), Gelu(), Softcap(), Mul(), MulRows(), SiluMul(), GeluMul(), Add(), Scale(),
+]  # fmt: skip
