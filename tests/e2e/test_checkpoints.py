@@ -265,6 +265,22 @@ def test_of_a_multi_modal_model_the_language_model_is_read(tmp_path: Path, prefi
     assert tokens(save_model(tmp_path / "nested", nested, whole)) == plain
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    plain = tokens(save_model(tmp_path / "plain", config, weights))
+    weights["model.layers.2.enorm.weight"] = torch.ones(64)
+    more = save_model(tmp_path / "more", config | {"num_nextn_predict_layers": 1}, weights)
+    assert tokens(more) == plain
+    assert "model.layers.2.enorm.weight" in refusal(save_model(tmp_path / "undeclared", config, weights))
+
+
+def test_fp8_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    config = tiny_config()
+    weights = tiny_weights(config) | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)}
+    assert "convert it to bfloat16" in refusal(save_model(tmp_path, config, weights))
+
+
 def test_a_text_config_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": 7}))

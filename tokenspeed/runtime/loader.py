@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,11 +64,25 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
         if name not in sources and not sources.intersection(each_of_stack(name)) and not _KNOWN.fullmatch(name)
         if not any(p.fullmatch(name) for p in stacked)
     ]
+    drafting = [name for name in strange if _drafts(name, checkpoint.config)]
+    if drafting:
+        log.info("%d tensors of the layers that predict further tokens are left out", len(drafting))
+    strange = [name for name in strange if name not in set(drafting)]
+    if any(name.endswith("_scale_inv") for name in strange):
+        raise CheckpointError(
+            "the checkpoint's weights are stored in FP8 with scales beside them, which are not read: convert it to bfloat16"
+        )
     if strange:
         raise CheckpointError(
             f"the checkpoint holds {len(strange)} tensors that this model has no place for, as {', '.join(sorted(strange)[:3])}: "
             "its configuration (layers, biases) or its family is another"
         )
+
+
+def _drafts(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor belongs to a layer behind the model's own, which predicts a further token (MTP)."""
+    layer, own = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers", 0)
+    return layer is not None and own <= int(layer[1]) < own + (config.get("num_nextn_predict_layers") or 0)
 
 
 def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device: torch.device) -> Any:
