@@ -153,7 +153,7 @@ def test_older_and_newer_rope_keys_mean_the_same(
 
 def test_an_unknown_rope_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, rope_scaling={"rope_type": "spiral", "factor": 4.0})
-    assert "'spiral' is not supported; supported: default, linear, llama3" in refusal(path)
+    assert "'spiral' is not supported; supported: default, linear, dynamic, llama3" in refusal(path)
 
 
 # ---- what is wrong with a directory ----------------------------------------------------------------------------------
