@@ -1,7 +1,8 @@
 """The cost model: alpha (fixed, per collective and group size) plus wire bytes over beta; compute by a roofline.
 
 Invariant: a cost is a pure function of the calibration table and local shapes, in microseconds, so equal inputs choose
-equal programs. Tables ship in `compiler/calibration/`; `tokenspeed calibrate` measures another.
+equal programs; it is a whole multiple of 1 / GRID, so costs add without rounding in any order and equal layers cost the
+same. Tables ship in `compiler/calibration/`; `tokenspeed calibrate` measures another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 from tokenspeed.ir.errors import PlanError
 
 _TABLES = Path(__file__).parent / "calibration"
+
+#: prices a microsecond can have; with what breaks ties, sums stay exact in float64 up to 2^29 us
+GRID = 1 << 12
 
 #: wire bytes a rank sends, in shares (n - 1) / n of the tensor whole on the axes that move (ring)
 SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
@@ -42,7 +46,7 @@ class CostModel:
     def collective(self, op: str, ranks: int, nbytes: float) -> float:
         """`nbytes`: the tensor whole on the axes that move."""
         alpha, beta = self.fit(op, ranks)
-        return alpha + self.wire_bytes(op, ranks, nbytes) / (beta * 1e3)
+        return _on_grid(alpha + self.wire_bytes(op, ranks, nbytes) / (beta * 1e3))
 
     def wire_bytes(self, op: str, ranks: int, nbytes: float) -> float:
         """Bytes one rank sends (ring)."""
@@ -50,7 +54,12 @@ class CostModel:
 
     def compute(self, nbytes: float, multiply_adds: float, ops: int) -> float:
         """`ops` kernels that move `nbytes` of memory and multiply and add so often."""
-        return ops * self.launch_us + max(nbytes / (self.memory_gbs * 1e3), 2 * multiply_adds / (self.tflops * 1e6))
+        moved, made = nbytes / (self.memory_gbs * 1e3), 2 * multiply_adds / (self.tflops * 1e6)
+        return _on_grid(ops * self.launch_us + max(moved, made))
+
+
+def _on_grid(us: float) -> float:
+    return round(us * GRID) / GRID
 
 
 def load_costs(name_or_path: str) -> CostModel:

@@ -97,8 +97,13 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def lay_out(p: Program, bound: Callable[[str], bool], rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
     """Views and storages of every value. `bound`: whether a kernel was bound to a request key; `sizes`: extents that the
     runtime fixes, global."""
+    return place(p, flatten(p, lambda request: bound(key_of(*request))), rank, sizes)
+
+
+def place(p: Program, calls: list[Call], rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
+    """The layout of a program whose calls are known."""
     layout = _Placer(p, rank, _OF_PORTS | dict(p.sizes) | dict(sizes))
-    layout.place(flatten(p, lambda request: bound(key_of(*request))))
+    layout.place(calls)
     return layout.out
 
 

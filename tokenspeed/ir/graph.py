@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
-
 from tokenspeed.ir.errors import NOWHERE, Origin
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.types import Type
@@ -71,14 +69,6 @@ class Program:
 
     def row_axes(self, dim: str) -> Axes:
         return row_factors(self.plan, self.bucket[dim])
-
-    def dag(self) -> nx.DiGraph:
-        """Values and nodes as one graph: value -> node index -> value."""
-        g: nx.DiGraph = nx.DiGraph()
-        for i, n in enumerate(self.nodes):
-            g.add_edges_from((v, i) for v in n.values)
-            g.add_edges_from((i, v) for v in n.outputs)
-        return g
 
     def all_params(self) -> Iterator[Param]:
         """Every parameter by absolute name, each once, in program order."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 from tokenspeed.ir.errors import PlanError
 
@@ -44,6 +45,8 @@ class Mesh:
         return math.prod(n for _, n in self.axes)
 
     def size(self, axes: Iterable[str] | str) -> int:
+        if not axes:
+            return 1
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         sizes = self.sizes
         return math.prod([sizes[a] for a in wanted])
@@ -126,6 +129,12 @@ class Plan:
     logical: Mapping[str, Axes]
     parts: Mapping[str, Axes]
 
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What was worked out on this plan (results of rules, texts of types), by all that it depends on: equal layers ask
+        the same."""
+        return {}
+
     def axes(self, name: str) -> Axes:
         """Physical axes of one logical (or mesh) axis name, outermost first; () where its size is 1."""
         if name in self.logical:
@@ -191,6 +200,7 @@ class Plan:
         return f"mesh({mesh}) axes({axes})"
 
 
+@lru_cache(maxsize=64)
 def parse_plan(text: str) -> Plan:
     """Reads `Plan.describe()` back."""
     m = re.match(r"mesh\((.*?)\) axes\((.*?)\)$", text)

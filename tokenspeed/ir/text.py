@@ -94,6 +94,13 @@ def _attrs(attrs: dict[str, Any]) -> str:
 
 
 def parse_type(text: str, plan: Plan) -> Type:
+    key = ("type", text)
+    if key not in plan.memo:
+        plan.memo[key] = _parse_type(text, plan)
+    return plan.memo[key]
+
+
+def _parse_type(text: str, plan: Plan) -> Type:
     m = _TYPE.match(text.strip())
     if not m:
         raise VerifyError("V1", f"cannot read the type {text!r}")
@@ -260,7 +267,11 @@ def infer_node(
     if node.op not in OPS:
         raise VerifyError("V1", f"unknown op {node.op!r}")
     try:
-        return OPS[node.op].infer(args, node.attrs, order, p.plan.home)
+        key = (node.op, *args, *sorted(node.attrs.items()))
+        known = p.plan.memo
+        if key not in known:
+            known[key] = OPS[node.op].infer(args, node.attrs, order, p.plan.home)
+        return known[key]
     except RuleError as e:
         code = e.code if e.code.startswith("V") else "V1"
         raise VerifyError(code, f"{node.op} {', '.join(node.inputs)}: {e.reason}") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.spec import Factor, Spec, SpecDim
@@ -29,6 +29,25 @@ class Type:
     pending: Axes = ()
     kind: str = "sum"  # of `pending`: sum, max, min, lse, argmax, topk, or varying (of no meaning)
     index: Dim | None = None  # the values are row numbers of this dim
+    _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Type)
+            and self.dims == other.dims
+            and self.pending == other.pending
+            and self.dtype == other.dtype
+            and self.kind == other.kind
+            and self.index == other.index
+        )
+
+    def __hash__(self) -> int:
+        """Kept: the passes look a type up many times more often than they make one."""
+        known = self._hash
+        if known is None:
+            known = hash((self.dtype, self.dims, self.pending, self.kind, self.index))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     def state(self, axis: str) -> str:
         """`"R"`, `"P"`, or the name of the dim that `axis` shards."""
@@ -71,9 +90,15 @@ class Type:
     def local_shape(self, sizes: Mapping[str, int], plan: Plan) -> tuple[int, ...]:
         return tuple(sizes[d.name] // plan.mesh.size(d.axes) for d in self.dims)
 
-    def text(self, plan: Plan | None = None, sizes: Mapping[str, int] | None = None) -> str:
+    def text(self, plan: Plan | None = None) -> str:
         """`bf16[t@dp, n@tp, d] +tp`; with `plan`, the parts of a split axis fold back into it."""
-        fold = plan.fold if plan else (lambda axes: axes)
+        if plan is None:
+            return self._text(lambda axes: axes)
+        if self not in plan.memo:
+            plan.memo[self] = self._text(plan.fold)
+        return plan.memo[self]
+
+    def _text(self, fold: Callable[[Axes], Axes]) -> str:
 
         def dim(d: Dim) -> str:
             axes = fold(d.axes)

@@ -10,8 +10,6 @@ the weight map.
 
 from __future__ import annotations
 
-import networkx as nx
-
 from tokenspeed.ir.collectives import outer_blocks
 from tokenspeed.ir.errors import RuleError, VerifyError
 from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute, param_type
@@ -157,12 +155,14 @@ def _verify_caches_once(p: Program) -> None:
 def _verify_reduced(p: Program) -> None:
     """V10: every pending value and every collective leads to a result. Types see to it that each path from a pending value
     passes exactly one reduction an axis; here nothing is reduced, or left pending, for nobody."""
-    g = p.dag()
-    live = set(p.results).union(*(nx.ancestors(g, r) for r in p.results if r in g))
+    live, idle = set(p.results), None
+    for n in reversed(p.nodes):  # a value is read after it is made
+        if live.intersection(n.outputs):
+            live.update(n.values)
+        elif isinstance(OPS.get(n.op), Redistribute):
+            idle = n
     for name, t in p.types.items():
         if t.pending and name not in live:
             raise VerifyError("V10", f"%{name} : {t} is pending and no result depends on it")
-    for i, n in enumerate(p.nodes):
-        op = OPS.get(n.op)
-        if isinstance(op, Redistribute) and i not in live:
-            raise VerifyError("V10", f"{n.op} of %{n.inputs[0]} serves no result")
+    if idle is not None:
+        raise VerifyError("V10", f"{idle.op} of %{idle.inputs[0]} serves no result")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenspeed.compiler.binding import Request, key_of
-from tokenspeed.compiler.calls import QUIET, flatten
+from tokenspeed.compiler.calls import QUIET, Call, flatten
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops.fused import FUSED
 from tokenspeed.kernels.select import SelectionError, select
@@ -22,18 +22,17 @@ class Binder:
         self.device, self.objective = device, objective
         self.kernels: dict[str, str] = {}
 
-    def bind(self, p: Program) -> tuple[str, ...]:
-        """Binds every call of `p`; their ops, which say what was fused."""
-        ops: list[str] = []
+    def bind(self, p: Program) -> list[Call]:
+        """Binds every call of `p`."""
+        calls = flatten(p, self._fused)
         seen: set[int] = set()
-        for c in flatten(p, self._fused):
-            ops.append(c.request[0])
+        for c in calls:
             if c.request is not QUIET and id(c.request) not in seen:  # equal layers share their requests
                 seen.add(id(c.request))
                 key = key_of(*c.request)
                 if key not in self.kernels:
                     self.kernels[key] = self._select(*c.request).name
-        return tuple(ops)
+        return calls
 
     def _fused(self, request: Request) -> bool:
         key = key_of(*request)

@@ -28,6 +28,7 @@ from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Mesh, Plan, make_plan
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.types import ROW_DIMS, Type
+from tokenspeed.ir.verifier import verify
 
 SEED = 20
 BOUND = 1e-9  # of a value, relative to the largest of its kind; float64 sums in another order stay far below
@@ -41,6 +42,11 @@ _WIDTHS = (
 
 #: configuration fields that are cut to these, where they are larger; `ranks` keeps what divides dividing
 _DEPTH, _WIDTH, _POSITIONS = "num_hidden_layers", "head_dim", "max_position_embeddings"
+#: what no axis splits, and the first layers that are unlike the rest: one of each kind is left
+_CUT = (
+    (_DEPTH, 2), (_POSITIONS, 64), ("first_k_dense_replace", 1), ("kv_lora_rank", 8), ("q_lora_rank", 8), ("qk_nope_head_dim", 4),
+    ("qk_rope_head_dim", 4), ("v_head_dim", 4), ("sliding_window", 3), ("linear_key_head_dim", 8), ("linear_value_head_dim", 8),
+)  # fmt: skip
 
 
 def certify(r: Request, bodies: Sequence[Body]) -> dict[str, Any]:
@@ -72,26 +78,28 @@ def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     for name, units in _WIDTHS:
         if isinstance(config.get(name), int):
             out[name] = width(name, units)
-    most_of = (
-        (_DEPTH, 2),
-        (_POSITIONS, 64),
-        ("sliding_window", 3),
-        ("linear_key_head_dim", 8),
-        ("linear_value_head_dim", 8),
-    )
-    for name, most in most_of:
+    for name, most in _CUT:
         if isinstance(config.get(name), int):
             out[name] = min(config[name], most)
     if len(kinds := (config.get("layer_types") or [])[: config.get(_DEPTH)]) > 1:  # the first and the last layer's
         out["layer_types"] = [kinds[0], kinds[-1]]
     if config.get("full_attention_interval"):
         out["full_attention_interval"] = min(config["full_attention_interval"], 2)
+    if isinstance(config.get("n_routed_experts"), int):
+        out["n_routed_experts"] = _experts(config["n_routed_experts"], config.get("n_group") or 1, ranks)
     if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
         head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
         out[_WIDTH] = min(head, 8)
         if isinstance(turned := config.get("rotary_dim"), int):
             out["rotary_dim"] = max(turned * out[_WIDTH] // head // 2 * 2, 2)
     return out
+
+
+def _experts(n: int, groups: int, ranks: int) -> int:
+    """The fewest that come in as many groups of two or more, and divide by the same numbers of ranks."""
+    sizes = [d for d in range(2, ranks + 1) if ranks % d == 0]
+    fit = (m for m in range(groups, n, groups) if m >= max(2 * groups, 2 * ranks, 16))
+    return next((m for m in fit if all((m % d == 0) == (n % d == 0) for d in sizes)), n)
 
 
 @dataclass
@@ -123,6 +131,7 @@ class _Pair:
     def _run(self, problem: Problem, chosen: list[Row]) -> dict[str, Any]:
         plan, (t, s) = problem.repairs.plan, problem.bucket.values()
         p, _ = build(problem, chosen, LeafCache(), self.fused)
+        verify(p)
         groups = plan.mesh.size(plan.home)
         work = _work(p, groups)[: 1 if self.known else 2]  # what a decode step reads is laid out alike in all bodies
         if len(self.expected.get((t, s), ())) < len(work):

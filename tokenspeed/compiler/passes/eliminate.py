@@ -1,7 +1,8 @@
 """Min-sum variable elimination: the exact minimum of a sum of small tables, and the best total with any choice forced.
 
 Invariant: variables go in program order, so tables stay as narrow as what is live at a cut; ties go to the lowest
-choice. `marginal` is exact too: messages run back over the same cliques, nothing is solved again.
+choice (costs add without rounding, so what costs the same is a tie and equal layers choose alike). `marginal` is exact too:
+messages run back over the same cliques, nothing is solved again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tokenspeed.compiler.passes.eliminate import Factor
 from tokenspeed.compiler.passes.repair import Repairs
 from tokenspeed.compiler.passes.rows import Row
 from tokenspeed.compiler.passes.solve import Value
-from tokenspeed.compiler.storage import FIXED, Layout, lay_out
+from tokenspeed.compiler.storage import FIXED, Layout, place
 from tokenspeed.compiler.weightmap import WeightMap
 from tokenspeed.ir.graph import Program
 from tokenspeed.kernels.formats import format_of
@@ -49,9 +49,10 @@ class Arenas:
 
     def nbytes(self, p: Program) -> int:
         """Bytes of the arena that emission will ask for; binds the program's kernels."""
-        key = (id(p.nodes), self.binder.bind(p))
+        calls = self.binder.bind(p)
+        key = (id(p.nodes), tuple(c.request[0] for c in calls))  # the ops say what was fused
         if key not in self.known:
-            self.known[key] = lay_out(p, self.binder.kernels.__contains__)
+            self.known[key] = place(p, calls)
         return self.known[key].plan(dict(p.sizes) | FIXED)[1]
 
 

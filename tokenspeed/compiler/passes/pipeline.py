@@ -133,14 +133,12 @@ class Body:
 def build(
     problem: Problem, rows: list[Row], cache: LeafCache, fused: frozenset[str] = frozenset()
 ) -> tuple[Program, bool]:
-    """Passes 6 to 9: the verified program of these rows, and whether its body depends on the bucket's prices."""
+    """Passes 6 to 9: the program of these rows, and whether its body depends on the bucket's prices."""
     p = build_program(problem.flat, problem.choices, problem.repairs, rows, problem.results, problem.bucket, cache)
     priced = worthwhile(p.nodes, p.results)
     if priced:
         p = simplify(p, problem.repairs)
-    p = fuse(p, fused)
-    verify(p)
-    return p, priced
+    return fuse(p, fused), priced
 
 
 def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepared:
@@ -203,7 +201,7 @@ def run_passes(r: Request) -> Result:
     return result
 
 
-_Known = dict[object, tuple[Program, str, Explainer]]
+_Known = dict[object, tuple[Program, str, Explainer]]  # by row factors and choices, and by row factors and text
 
 
 @dataclass
@@ -224,8 +222,13 @@ class _Made:
             p, priced = build(problem, solution.rows, self.cache, self.request.fused)
             key = (key, problem.bucket["t"]) if priced else key  # what pays here may not pay in another bucket
             text = print_program(p)
-            verify_round_trip(text)
-            self.known[key] = p, text.partition("\n")[2], Explainer(p)
+            body = text.partition("\n")[2]
+            made = (tuple(sorted(problem.factors.items())), body)
+            if made not in self.known:
+                verify(p)
+                verify_round_trip(text)
+                self.known[made] = p, body, Explainer(p)
+            self.known[key] = self.known[made]
         first, body, explainer = self.known[key]
         extents = problem.count
         p = replace(first, bucket=problem.bucket, sizes=first.sizes | extents, logical=first.logical | extents)

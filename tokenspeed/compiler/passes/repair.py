@@ -38,7 +38,7 @@ class Step:
 
 
 #: us a collective in comparisons: of two plans of one price, the one with fewer collectives
-TIE = 1e-7
+TIE = 2.0**-24
 
 
 def _wire(step: Step) -> bool:

@@ -139,6 +139,7 @@ class _Work:
 
     def shorten(self) -> bool:
         makers = {o: i for i, n in enumerate(self.nodes) if _moves(n) for o in n.outputs}
+        readers = Counter(v for n in self.nodes for v in set(n.inputs))
         for i, n in enumerate(self.nodes):
             if not _moves(n):
                 continue
@@ -146,11 +147,11 @@ class _Work:
             while at in makers:  # from each earlier value of the chain
                 chain.append(makers[at])
                 at = self.nodes[makers[at]].inputs[0]
-                if self.shorter(chain, at):
+                if self.shorter(chain, at, readers):
                     return True
         return False
 
-    def shorter(self, chain: list[int], source: str) -> bool:
+    def shorter(self, chain: list[int], source: str, readers: Counter[str]) -> bool:
         """Replaces the last node of a chain by the cheapest path from `source`, if that saves; `chain`: last node first."""
         last = self.nodes[chain[0]]
         have, want = self.types[source], self.types[last.outputs[0]]
@@ -158,7 +159,7 @@ class _Work:
         spared = self.price(last)
         for i in chain[1:]:  # an inner one goes too where only this chain reads it
             value = self.nodes[i].outputs[0]
-            if value in self.results or len(self.readers(value)) > 1:
+            if value in self.results or readers[value] > 1:
                 break
             spared += self.price(self.nodes[i])
         if path.cost + TIE * path.wires >= spared * (1 - 1e-12):

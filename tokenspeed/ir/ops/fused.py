@@ -88,7 +88,10 @@ def expand(p: Program) -> Program:
         parts = _BY_NAME[n.op].parts(n) if n.op in _BY_NAME else [n]
         for part in parts if len(parts) > 1 else ():
             ins = [param_type(p.params, i) if i.startswith("@") else types[i] for i in part.inputs]
-            outs = _PARTS[part.op].infer(ins, part.attrs, p.plan.mesh.ordered, p.plan.home)
+            key = (part.op, *ins, *sorted(part.attrs.items()))
+            if key not in p.plan.memo:
+                p.plan.memo[key] = _PARTS[part.op].infer(ins, part.attrs, p.plan.mesh.ordered, p.plan.home)
+            outs = p.plan.memo[key]
             types.update(zip(part.outputs, outs))
         nodes += parts
     return replace(p, nodes=nodes, types=types)

@@ -47,5 +47,5 @@ class Mixture(Module):
     def __init__(self, routed: Routed, shared: Module) -> None:
         self.routed, self.shared = routed, shared
 
-    def forward(self, x: Rows) -> Stream:
+    def forward(self, x: Stream) -> Stream:
         return self.routed(x) + self.shared(x)
