@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from tokenspeed.compiler.api import Compiled, compile_model
 from tokenspeed.models import find_family
+from tokenspeed.runtime.checkpoint import read_config
 
 ROOT = Path(__file__).parents[2]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192]
@@ -22,7 +22,7 @@ LAYERS = {"llama-3.1-8b": 32, "llama-3.3-70b": 80}
 
 
 def config(model: str) -> dict[str, Any]:
-    return json.loads((ROOT / "tests" / "data" / model / "config.json").read_text())
+    return read_config(ROOT / "tests" / "data" / model / "config.json")
 
 
 @functools.cache

@@ -147,6 +147,8 @@ REAL = [
     ("gpt-oss-120b", "tp=8", ""),
     ("glm-4.5-air", "dp=4,tp=2", "ep=dp*tp"),
     ("minimax-m2", "dp=4,tp=2", "ep=dp*tp"),
+    ("deepseek-v3", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
+    ("kimi-k2.5", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
     ("gemma-3-1b", "tp=4", ""),
 ]
 

@@ -9,16 +9,17 @@ from typing import Any
 from tokenspeed.models.nn.config import ConfigError
 
 ARCHITECTURES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",
+    "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
     "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
     "Glm4MoeForCausalLM": "tokenspeed.models.glm4_moe:CausalLM",
     "GptOssForCausalLM": "tokenspeed.models.gpt_oss:CausalLM",
+    "KimiK2ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
+    "KimiK25ForConditionalGeneration": "tokenspeed.models.deepseek:CausalLM",
     "LlamaForCausalLM": "tokenspeed.models.llama:CausalLM",
     "MiniMaxM2ForCausalLM": "tokenspeed.models.minimax_m2:CausalLM",
     "MistralForCausalLM": "tokenspeed.models.llama:CausalLM",
-    "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",
-    "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
-    "KimiK2ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "Qwen2ForCausalLM": "tokenspeed.models.qwen2:CausalLM",
     "Qwen3_5ForCausalLM": "tokenspeed.models.qwen3_5:CausalLM",
     "Qwen3_5ForConditionalGeneration": "tokenspeed.models.qwen3_5:CausalLM",

@@ -73,9 +73,14 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
             "the checkpoint's weights are stored in FP8 with scales beside them, which are not read: convert it to bfloat16"
         )
     if strange:
+        kept = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
         raise CheckpointError(
             f"the checkpoint holds {len(strange)} tensors that this model has no place for, as {', '.join(sorted(strange)[:3])}: "
-            "its configuration (layers, biases) or its family is another"
+            + (
+                f"its weights are quantised ({kept}), which this family does not read: convert them to bfloat16"
+                if kept
+                else "its configuration (layers, biases) or its family is another"
+            )
         )
 
 
