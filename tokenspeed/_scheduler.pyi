@@ -60,6 +60,7 @@ class Config:
         max_in_flight: int = 1,
         decode_stall_tokens: int = 0,
         ageing_steps: int = 256,
+        state_snapshots: int = 0,
     ) -> None: ...
     @property
     def page_size(self) -> int:
@@ -99,6 +100,9 @@ class Config:
     @property
     def ageing_steps(self) -> int:
         """Waiting so many steps weighs as much as one priority class."""
+    @property
+    def state_snapshots(self) -> int:
+        """Copies of recurrent states a home group; with any, a prefix is shared only up to a page that has one."""
 
 class Output:
     """One sampled token."""
@@ -172,6 +176,12 @@ class Plan:
     @property
     def out_pos(self) -> Int32Array:
         """[dp*s] position of the token that is sampled; -1: none."""
+    @property
+    def load_state(self) -> Int32Array:
+        """[dp * s] state slot to copy into the request's before the step; -1: none."""
+    @property
+    def save_state(self) -> Int32Array:
+        """[dp * s] state slot to copy the request's into behind the step; -1: none."""
     @property
     def packed_size(self) -> int:
         """Bytes of the packed form."""

@@ -99,14 +99,14 @@ void BindConfig(py::module_& module) {
   py::class_<Config>(module, "Config", "Sizes and policy of a scheduler; a value that cannot work raises ValueError.")
       .def(py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
                        int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
-                       int max_in_flight, int decode_stall_tokens, int ageing_steps) {
+                       int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots) {
              Config config{page_size,           num_pages,
                            max_requests,        std::move(token_buckets),
                            max_seq_len,         dp,
                            prefill_chunk,       prefix_cache,
                            max_queued_requests, max_queued_tokens,
                            max_in_flight,       decode_stall_tokens,
-                           ageing_steps};
+                           ageing_steps,        state_snapshots};
              config.Validate();
              return config;
            }),
@@ -114,7 +114,7 @@ void BindConfig(py::module_& module) {
            "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
            "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
            "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
-           "ageing_steps"_a = defaults.ageing_steps)
+           "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots)
       .def_readonly("page_size", &Config::page_size)
       .def_readonly("num_pages", &Config::num_pages)
       .def_readonly("max_requests", &Config::max_requests)
@@ -127,7 +127,8 @@ void BindConfig(py::module_& module) {
       .def_readonly("max_queued_tokens", &Config::max_queued_tokens)
       .def_readonly("max_in_flight", &Config::max_in_flight)
       .def_readonly("decode_stall_tokens", &Config::decode_stall_tokens)
-      .def_readonly("ageing_steps", &Config::ageing_steps);
+      .def_readonly("ageing_steps", &Config::ageing_steps)
+      .def_readonly("state_snapshots", &Config::state_snapshots);
 }
 
 void BindOutput(py::module_& module) {
@@ -171,6 +172,8 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("request_ids", ArrayOf(&PlanArrays::request_ids))
       .def_property_readonly("request_slots", ArrayOf(&PlanArrays::request_slots))
       .def_property_readonly("out_pos", ArrayOf(&PlanArrays::out_pos))
+      .def_property_readonly("load_state", ArrayOf(&PlanArrays::load_state))
+      .def_property_readonly("save_state", ArrayOf(&PlanArrays::save_state))
       .def_property_readonly("num_tokens", ArrayOf(&PlanArrays::num_tokens))
       .def_property_readonly("num_rows", ArrayOf(&PlanArrays::num_rows))
       .def_property_readonly("new_rows", ArrayOf(&PlanArrays::new_rows))

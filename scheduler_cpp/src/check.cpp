@@ -66,13 +66,16 @@ void CheckRun(const Run& run, const HomeGroup& group, const Config& config, cons
 
 void Scheduler::Check() const {
   std::vector<Owners> owners;
-  std::vector<std::vector<int>> pins, slots;
+  std::vector<std::vector<int>> pins, slots, snapshots;
   std::vector<std::size_t> running(groups_.size());
   std::vector<int> leaving(groups_.size());
   for (const auto& group : groups_) {
     owners.emplace_back(*group);
     pins.emplace_back(static_cast<std::size_t>(group->pool.total()));
     slots.emplace_back(static_cast<std::size_t>(group->slots.total()));
+    snapshots.emplace_back(static_cast<std::size_t>(group->cache.snapshots().total()));
+    for (int i = 0; i < group->cache.snapshots().total(); ++i)
+      snapshots.back()[static_cast<std::size_t>(i)] = group->cache.snapshots().PageOf(i) != kNoPage;
     Require(std::ranges::is_sorted(group->running, {}, [](const Request* r) { return r->order; }),
             "a group's running requests are not in order");
   }
@@ -103,6 +106,8 @@ void Scheduler::Check() const {
     const HomeGroup& group = *groups_.at(g);
     CheckRun(*run, group, config_, who);
     Require(++slots[g].at(static_cast<std::size_t>(run->slot.index())) == 1, who + "shares its request slot");
+    if (run->snapshot.held())
+      Require(++snapshots[g].at(static_cast<std::size_t>(run->snapshot.index())) == 1, who + "shares its snapshot");
     if (run->kv.node() != kNoPage) ++pins[g][static_cast<std::size_t>(run->kv.node())];
     for (int i = run->kv.committed(); i < run->kv.pages(); ++i)
       owners[g].Add(run->kv.table()[static_cast<std::size_t>(i)]);
@@ -127,6 +132,9 @@ void Scheduler::Check() const {
     Require(leaving[g] == group.leaving, "a group's count of leaving requests is wrong");
     Require(static_cast<int>(std::ranges::count(slots[g], 1)) + group.slots.free() == group.slots.total(),
             "request slots were lost");
+    Require(static_cast<int>(std::ranges::count(snapshots[g], 1)) + group.cache.snapshots().free() ==
+                group.cache.snapshots().total(),
+            "state snapshots were lost");
     owners[g].Finish();
     group.cache.Check(pins[g]);
   }

@@ -35,6 +35,7 @@ void Config::Validate() const {
   AtLeast("max_queued_tokens", max_queued_tokens, 0);
   AtLeast("decode_stall_tokens", decode_stall_tokens, 0);
   AtLeast("ageing_steps", ageing_steps, 1);
+  AtLeast("state_snapshots", state_snapshots, 0);
   Require(max_in_flight == 1 || max_in_flight == 2,
           "max_in_flight is " + std::to_string(max_in_flight) + "; it must be 1 (synchronous) or 2 (overlapped)");
   Require(!token_buckets.empty(), "token_buckets is empty; give at least one size");

@@ -20,6 +20,8 @@ struct Config {
   int max_in_flight = 1;        // plans handed out and not returned: 1, or 2 to overlap
   int decode_stall_tokens = 0;  // prefill tokens in a step that also decodes; 0: the budget
   int ageing_steps = 256;       // waiting so many steps weighs as much as one priority class
+  // Copies of recurrent states a home group; where there are any, a prefix is shared only up to a page that has one.
+  int state_snapshots = 0;
 
   int budget() const noexcept { return token_buckets.back(); }
   int chunk() const noexcept { return prefill_chunk == 0 ? budget() : prefill_chunk; }

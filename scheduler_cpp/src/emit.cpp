@@ -60,6 +60,19 @@ void Scheduler::Arrange(HomeGroup& group) noexcept {
   }
 }
 
+// The state slot that keeps the state at `end` tokens, where a page ends there and a snapshot can be had; else -1.
+int Scheduler::SaveState(HomeGroup& group, Run& run, int end) const noexcept {
+  if (config_.state_snapshots == 0 || !config_.prefix_cache || end % config_.page_size != 0 || run.snapshot.held())
+    return -1;
+  if (run.latest > 0 && group.cache.snapshots().free() == 0) {  // it replaces its own, not another request's
+    run.kv.Forget(run.latest);
+    run.latest = 0;
+  }
+  run.snapshot = group.cache.snapshots().Take();
+  run.snapshot_at = end;
+  return run.snapshot.held() ? config_.max_requests + run.snapshot.index() : -1;
+}
+
 void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape& shape, const PlanArrays& arrays,
                           InFlight& record) noexcept {
   HomeGroup& group = *groups_[index];
@@ -71,7 +84,7 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
   for (std::size_t i = 0; i < rows; ++i) {
     const Chosen& chosen = group.arranged[i];
     Request& request = *chosen.request;
-    const Run& run = *RunOf(request.state);
+    Run& run = *RunOf(request.state);
     const std::size_t row = row_base + i;
     for (int pos = run.planned; pos < run.planned + chosen.tokens; ++pos, ++token) {
       arrays.ids[token] = pos < run.tokens.size() ? run.tokens[pos] : -(run.slot.index() + 1);
@@ -85,6 +98,8 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
     arrays.last[row] = chosen.samples ? static_cast<std::int32_t>(token - token_base) - 1 : -1;
     arrays.out_pos[row] = chosen.samples ? run.planned + chosen.tokens : -1;
     arrays.new_rows[row] = run.fresh;
+    arrays.load_state[row] = run.fresh && run.resumed >= 0 ? config_.max_requests + run.resumed : -1;
+    arrays.save_state[row] = SaveState(group, run, run.planned + chosen.tokens);
     buffer.WriteRow(row, run.kv.content(), run.kv.table());
     row_digests_[row] = run.kv.digest();
     record.chosen[row] = chosen;
@@ -103,7 +118,8 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
   for (auto array : {arrays.pos, arrays.slot, arrays.row}) fill(array, token, token_end, -1);
   const std::size_t first_hole = row_base + rows, row_end = row_base + static_cast<std::size_t>(shape.rows);
   fill(arrays.request_ids, first_hole, row_end, -1);
-  for (auto array : {arrays.last, arrays.request_slots, arrays.out_pos}) fill(array, first_hole, row_end, -1);
+  for (auto array : {arrays.last, arrays.request_slots, arrays.out_pos, arrays.load_state, arrays.save_state})
+    fill(array, first_hole, row_end, -1);
   fill(arrays.new_rows, first_hole, row_end, 0);
   for (std::size_t row = first_hole; row < row_end; ++row) buffer.ClearRow(row);
 }

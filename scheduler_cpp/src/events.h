@@ -16,7 +16,8 @@ struct Admit {  // the planner found room
   static constexpr std::string_view kWhen = "the planner found a slot and pages for the whole prefill";
   Residency kv;
   RequestSlot slot;
-  int reused;  // tokens whose KV the prefix cache supplies
+  int reused;        // tokens whose KV the prefix cache supplies
+  int resumed = -1;  // the snapshot of the state behind them; -1: none
 };
 
 struct Schedule {

@@ -22,7 +22,7 @@ struct Chosen {
 
 struct HomeGroup {
   explicit HomeGroup(const Config& config)
-      : pool(config.num_pages), cache(pool, config.page_size), slots(config.max_requests) {
+      : pool(config.num_pages), cache(pool, config.page_size, config.state_snapshots), slots(config.max_requests) {
     const auto most = static_cast<std::size_t>(config.max_requests);
     for (auto* list : {&chosen, &arranged}) list->reserve(most);
     running.reserve(most);

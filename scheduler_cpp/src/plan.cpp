@@ -22,10 +22,10 @@ struct Header {
 static_assert(sizeof(Header) == 48 && std::is_trivially_copyable_v<Header>);
 static_assert(std::endian::native == std::endian::little, "the packed form is little endian");
 
-constexpr std::uint64_t kMagic = 0x31304e414c505354ULL;  // "TSPLAN01"
+constexpr std::uint64_t kMagic = 0x32304e414c505354ULL;  // "TSPLAN02"
 
 std::size_t PackedSize(const PlanShape& shape) {
-  return sizeof(Header) + shape.requests() * (sizeof(std::int64_t) + 3 * sizeof(std::int32_t) + 1) +
+  return sizeof(Header) + shape.requests() * (sizeof(std::int64_t) + 5 * sizeof(std::int32_t) + 1) +
          (4 * shape.tokens() + 2 * static_cast<std::size_t>(shape.dp) + shape.cells()) * sizeof(std::int32_t);
 }
 
@@ -37,7 +37,7 @@ PlanBuffer::PlanBuffer(int dp, int max_bucket, int max_rows, int width)
       dp_(static_cast<std::size_t>(dp)),
       width_(width) {
   const std::size_t cells = max_requests_ * static_cast<std::size_t>(width);
-  bytes_.reset(new std::byte[max_requests_ * (sizeof(std::int64_t) + 3 * sizeof(std::int32_t) + 1) +
+  bytes_.reset(new std::byte[max_requests_ * (sizeof(std::int64_t) + 5 * sizeof(std::int32_t) + 1) +
                              (4 * max_tokens_ + 2 * dp_ + cells) * sizeof(std::int32_t)]);
   tags_ = std::make_unique<RowTag[]>(max_requests_);
   std::ranges::fill(Arrays({dp, max_bucket, max_rows, width}).table, kNoPage);
@@ -53,7 +53,8 @@ PlanArrays PlanBuffer::Arrays(const PlanShape& shape) const noexcept {
   const std::size_t dp = dp_, t = shape.tokens(), s = shape.requests();
   take(arrays.request_ids, max_requests_, s);
   for (auto* array : {&arrays.ids, &arrays.pos, &arrays.slot, &arrays.row}) take(*array, max_tokens_, t);
-  for (auto* array : {&arrays.last, &arrays.request_slots, &arrays.out_pos}) take(*array, max_requests_, s);
+  for (auto* array : {&arrays.last, &arrays.request_slots, &arrays.out_pos, &arrays.load_state, &arrays.save_state})
+    take(*array, max_requests_, s);
   for (auto* array : {&arrays.num_tokens, &arrays.num_rows}) take(*array, dp, dp);
   take(arrays.table, max_requests_ * static_cast<std::size_t>(width_), shape.cells());
   take(arrays.new_rows, max_requests_, s);

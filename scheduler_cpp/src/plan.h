@@ -37,6 +37,8 @@ struct PlanArrays {
   std::span<std::int32_t> last;           // [S] token row whose output samples the next token; -1: none
   std::span<std::int32_t> request_slots;  // [S] slot of the sampling state; -1: hole
   std::span<std::int32_t> out_pos;        // [S] position of the token that is sampled; -1: none
+  std::span<std::int32_t> load_state;     // [S] state slot to copy into the request's before the step; -1: none
+  std::span<std::int32_t> save_state;     // [S] state slot to copy the request's into behind the step; -1: none
   std::span<std::int32_t> num_tokens;     // [dp] valid token rows
   std::span<std::int32_t> num_rows;       // [dp] valid request rows
   std::span<std::int32_t> table;          // [S, width] page ids; -1: none
@@ -46,7 +48,7 @@ struct PlanArrays {
   template <class F>
   void ForEachButTable(F&& visit) const {
     visit(request_ids), visit(ids), visit(pos), visit(slot), visit(row), visit(last), visit(request_slots);
-    visit(out_pos), visit(num_tokens), visit(num_rows), visit(new_rows);
+    visit(out_pos), visit(load_state), visit(save_state), visit(num_tokens), visit(num_rows), visit(new_rows);
   }
 };
 

@@ -74,7 +74,11 @@ void Scheduler::ChoosePrefills(HomeGroup& group) noexcept {
 void Scheduler::ChoosePrefill(HomeGroup& group, Request& request) noexcept {
   const Run& run = *RunOf(request.state);
   const int unplanned = run.tokens.size() - run.planned;
-  const int tokens = std::min({unplanned, config_.chunk(), group.tokens_left, group.prefill_left});
+  int tokens = std::min({unplanned, config_.chunk(), group.tokens_left, group.prefill_left});
+  // A chunk ends with a page where it can, so that a snapshot of the state fits there; what is left of a prompt behind
+  // its last full page is a step of its own.
+  const int past = (run.planned + tokens) % config_.page_size;
+  if (config_.state_snapshots > 0 && past < tokens) tokens -= past;
   if (tokens == 0) return;
   group.chosen.push_back({&request, tokens, tokens == unplanned});
   group.tokens_left -= tokens;
@@ -152,6 +156,7 @@ bool Scheduler::Fits(HomeGroup& group, const Request& request) {
       return false;
   }
   group.cache.Match(reusable, tokens.ids(), path_);
+  group.cache.Resumable(path_);
   const int matched = static_cast<int>(path_.size());
   const int headroom = static_cast<int>(group.running.size());  // each may need a page for its next token
   const int drawn = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
@@ -180,7 +185,9 @@ void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
     prefix_query_tokens_ += request.prompt();
     prefix_hit_tokens_ += reused;
   }
-  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused});
+  const bool resumes = config_.state_snapshots > 0 && !best_path_.empty();
+  const int resumed = resumes ? group.cache.snapshots().Use(best_path_.back()) : -1;
+  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused, resumed});
   ChoosePrefill(group, request);
 }
 

@@ -9,14 +9,15 @@
 
 namespace tokenspeed {
 
-PrefixCache::PrefixCache(PagePool& pool, int page_size)
+PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots)
     : pool_(pool),
       page_size_(static_cast<std::size_t>(page_size)),
       nodes_(static_cast<std::size_t>(pool.total())),
       tokens_(nodes_.size() * page_size_),
       index_(std::bit_ceil(2 * nodes_.size())),
       mask_(index_.size() - 1),
-      leaves_(pool.total()) {}
+      leaves_(pool.total()),
+      snapshots_(snapshots, pool.total()) {}
 
 PrefixCache::~PrefixCache() {
   Flush();
@@ -126,6 +127,7 @@ bool PrefixCache::EvictOne() noexcept {
   IndexErase(page);
   const PageId parent = At(page).parent;
   At(page) = {};
+  snapshots_.Drop(page);
   if (parent != kNoPage && --At(parent).children == 0 && At(parent).active == 0)
     leaves_.Push(parent, At(parent).epoch, At(parent).depth);
   --cached_;
@@ -171,6 +173,12 @@ void PrefixCache::Check(std::span<const int> pins) const {
     const bool leaf = node.children == 0 && node.active == 0;
     require(leaves_.Contains(page) == leaf, "membership among the evictable leaves is wrong", page);
     leaves += leaf;
+  }
+  for (int index = 0; index < snapshots_.total(); ++index) {
+    const PageId page = snapshots_.PageOf(index);
+    if (page == kNoPage) continue;
+    require(At(page).depth > 0, "is outside the tree and has a snapshot", page);
+    require(snapshots_.Of(page) == index, "has another snapshot than the one that names it", page);
   }
   require(cached == cached_, "count of cached pages is wrong", kNoPage);
   require(evictable == evictable_, "count of evictable pages is wrong", kNoPage);

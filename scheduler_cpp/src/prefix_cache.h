@@ -13,6 +13,7 @@
 
 #include "lru_heap.h"
 #include "page_pool.h"
+#include "snapshots.h"
 #include "types.h"
 
 namespace tokenspeed {
@@ -41,7 +42,8 @@ class NodeRef {
 
 class PrefixCache {
  public:
-  PrefixCache(PagePool& pool, int page_size);
+  // `snapshots`: of recurrent states, to be kept beside pages.
+  PrefixCache(PagePool& pool, int page_size, int snapshots = 0);
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
   ~PrefixCache();
@@ -57,6 +59,13 @@ class PrefixCache {
   int IdlePages(std::span<const PageId> path) const noexcept;
   // The child of `parent` with this key and these tokens (page_size of them), or kNoPage.
   PageId FindChild(PageId parent, const PageKey& key, const Token* tokens) const noexcept;
+
+  // Cuts `path` behind its last page that has a snapshot, where there are snapshots at all.
+  void Resumable(std::vector<PageId>& path) const noexcept {
+    while (snapshots_.total() > 0 && !path.empty() && snapshots_.Of(path.back()) < 0) path.pop_back();
+  }
+  Snapshots& snapshots() noexcept { return snapshots_; }
+  const Snapshots& snapshots() const noexcept { return snapshots_; }
 
   [[nodiscard]] NodeRef Pin(PageId node) noexcept;
   // Moves a pin one page down, to an existing child of its node.
@@ -110,6 +119,7 @@ class PrefixCache {
   std::vector<IndexEntry> index_;  // open addressing with linear probing, load <= 1/2
   std::size_t mask_;
   LruHeap leaves_;
+  Snapshots snapshots_;
   std::uint64_t epoch_ = 0;
   int cached_ = 0;
   int evictable_ = 0;

@@ -70,6 +70,13 @@ class Residency {
     pages_.push_back(page.Release());
   }
 
+  // Puts a snapshot beside the page that ends the first `pages` of the table, which the tree has; whether it took it.
+  bool Keep(int pages, Snapshot snapshot) noexcept {
+    return cache_->snapshots().Keep(pages_[static_cast<std::size_t>(pages - 1)], std::move(snapshot));
+  }
+  // Takes back the snapshot beside the page that ends the first `pages` of the table.
+  void Forget(int pages) noexcept { cache_->snapshots().Drop(pages_[static_cast<std::size_t>(pages - 1)]); }
+
   // Gives the first `computed_pages` pages (full, and computed by steps that returned) to the prefix tree. Where the
   // tree already has the page (another request computed the same one), this copy goes back to the pool and the table
   // points to the tree's. Returns the number of copies given back.

@@ -212,6 +212,7 @@ int Scheduler::CachedPrefix(std::span<const Token> tokens, std::string_view salt
   std::size_t pages = 0;
   for (const auto& group : groups_) {
     group->cache.Match(sequence.keys().first(static_cast<std::size_t>(sequence.reusable_pages())), tokens, path);
+    group->cache.Resumable(path);
     pages = std::max(pages, path.size());
   }
   return static_cast<int>(pages) * config_.page_size;

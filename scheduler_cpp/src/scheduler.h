@@ -128,6 +128,7 @@ class Scheduler {
   Plan Emit();
   void Arrange(HomeGroup& group) noexcept;
   int TableWidth() noexcept;
+  int SaveState(HomeGroup& group, Run& run, int end) const noexcept;
   void EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape& shape, const PlanArrays& arrays,
                  InFlight& record) noexcept;
 

@@ -1,6 +1,6 @@
-// Request slots of one home group: the index under which the executor keeps a running request's sampling state and, of a
-// model with recurrent layers, what they remember of it. A slot belongs to one request from admission until the last step
-// that carries it has returned.
+// Request slots of one home group: the index under which the executor keeps a running request's sampling state and, of
+// a model with recurrent layers, what they remember of it. A slot belongs to one request from admission until the last
+// step that carries it has returned.
 #pragma once
 
 #include <utility>

@@ -9,6 +9,7 @@
 
 #include "residency.h"
 #include "slot_pool.h"
+#include "snapshots.h"
 #include "token_sequence.h"
 
 namespace tokenspeed {
@@ -19,11 +20,15 @@ struct Run {
   TokenSequence tokens;
   Residency kv;
   RequestSlot slot;
-  int computed = 0;   // KV written by steps that returned
-  int planned = 0;    // KV written, or being written by a step in flight
-  int in_flight = 0;  // steps that carry the request and have not returned
-  int pending = 0;    // tokens that steps in flight will sample
-  bool fresh = true;  // not planned since admission: the executor must reset the slot's sampling state
+  int computed = 0;        // KV written by steps that returned
+  int planned = 0;         // KV written, or being written by a step in flight
+  int in_flight = 0;       // steps that carry the request and have not returned
+  int pending = 0;         // tokens that steps in flight will sample
+  bool fresh = true;       // not planned since admission: the executor must reset the slot's sampling state
+  int resumed = -1;        // the snapshot that its first step goes on from
+  Snapshot snapshot = {};  // of the state at `snapshot_at` tokens, filled by a step in flight
+  int snapshot_at = 0;
+  int latest = 0;  // pages before its latest snapshot in the output, which the next one replaces; 0: none
 };
 
 struct Submitted {

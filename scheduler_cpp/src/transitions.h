@@ -31,7 +31,8 @@ struct Rule<event::Admit, S> {
              .kv = std::move(event.kv),
              .slot = std::move(event.slot),
              .computed = event.reused,
-             .planned = event.reused}};
+             .planned = event.reused,
+             .resumed = event.resumed}};
   }
 };
 template <class S>
@@ -69,6 +70,16 @@ struct Rule<event::Schedule, S> : Ignored {};  // owns no pages to compute into,
 
 // ---- Advance -------------------------------------------------------------------------------------------------------
 
+// A step filled the snapshot: it goes beside its page. In the output a request keeps only its latest one.
+inline void KeepSnapshot(Run& run, int page_size) noexcept {
+  const int pages = run.snapshot_at / page_size;
+  const bool kept = run.kv.Keep(pages, std::move(run.snapshot));
+  run.snapshot = {};
+  if (run.snapshot_at <= run.tokens.prompt()) return;
+  if (run.latest > 0) run.kv.Forget(run.latest);
+  run.latest = kept ? pages : 0;
+}
+
 // Records a returned step: its KV exists now, so full pages go to the prefix tree, and its token is known.
 inline void Return(Run& run, const event::Advance& event) noexcept {
   run.computed += event.tokens;
@@ -79,6 +90,7 @@ inline void Return(Run& run, const event::Advance& event) noexcept {
   }
   const int keyed = static_cast<int>(run.tokens.keys().size());  // 0 where prefix caching is off
   run.kv.Commit(run.tokens, std::min(run.computed / event.page_size, keyed));
+  if (run.snapshot.held() && run.computed >= run.snapshot_at) KeepSnapshot(run, event.page_size);
 }
 
 // Records that a step in flight came back without use: what was planned on top of it is void as well.
@@ -86,6 +98,7 @@ inline void Lose(Run& run) noexcept {
   --run.in_flight;
   run.planned = run.computed;
   run.pending = 0;
+  run.snapshot = {};
 }
 
 template <>

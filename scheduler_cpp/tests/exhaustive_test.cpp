@@ -26,8 +26,8 @@ struct Fingerprint {
       const TokenSequence& tokens = *TokensOf(request->state);
       for (int i = tokens.prompt(); i < tokens.size(); ++i) put(tokens[i]);
       if (const Run* run = RunOf(request->state))
-        put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(),
-            run->kv.committed());
+        put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
+            run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest);
       if (const auto* retracting = std::get_if<Retracting>(&request->state)) put(retracting->lost);
       out += ';';
     }
@@ -59,6 +59,7 @@ struct Fingerprint {
       for (PageId at = page; at != kNoPage; at = cache.At(at).parent)
         for (Token token : cache.TokensOf(at)) name += std::to_string(token) + '.';
       const auto rank = std::ranges::lower_bound(epochs, node.epoch) - epochs.begin();
+      if (const int snapshot = cache.snapshots_.Of(page); snapshot >= 0) name += "*" + std::to_string(snapshot);
       name += ' ' + std::to_string(node.active) + (node.active == 0 ? " " + std::to_string(rank) : "");
       nodes.push_back(std::move(name));
     }
@@ -165,6 +166,7 @@ struct Scope {
   const char* name;
   int in_flight, dp, chunk;
   bool cache;
+  int snapshots = 0;
 };
 
 class SmallScope : public ::testing::TestWithParam<Scope> {};
@@ -179,7 +181,8 @@ TEST_P(SmallScope, EveryOrderOfEveryEvent) {
                       .dp = scope.dp,
                       .prefill_chunk = scope.chunk,
                       .prefix_cache = scope.cache,
-                      .max_in_flight = scope.in_flight};
+                      .max_in_flight = scope.in_flight,
+                      .state_snapshots = scope.snapshots};
   const std::vector<Move> moves = AllMoves();
   std::unordered_set<std::string> seen{Fingerprint::Of(World(config).scheduler())};
   std::vector<std::vector<Move>> frontier{{}};
@@ -207,7 +210,7 @@ std::string NameOfScope(const ::testing::TestParamInfo<Scope>& info) { return in
 INSTANTIATE_TEST_SUITE_P(Whole, SmallScope,
                          ::testing::Values(Scope{"Synchronous", 1, 1, 0, true}, Scope{"Overlapped", 2, 1, 0, true},
                                            Scope{"Chunked", 2, 1, 1, true}, Scope{"Uncached", 2, 1, 0, false},
-                                           Scope{"TwoGroups", 1, 2, 0, true}),
+                                           Scope{"TwoGroups", 1, 2, 0, true}, Scope{"Snapshots", 2, 1, 2, true, 1}),
                          NameOfScope);
 // 418,646 states, more than a minute: --gtest_also_run_disabled_tests
 INSTANTIATE_TEST_SUITE_P(DISABLED_Long, SmallScope, ::testing::Values(Scope{"TwoGroupsOverlapped", 2, 2, 0, true}),

@@ -179,6 +179,7 @@ TEST(Scheduler, SeededLongRun) {
     config.max_in_flight = 1 + round / 2 % 2;
     config.prefill_chunk = round % 4 == 3 ? 1 : 0;
     config.prefix_cache = round % 5 != 4;
+    config.state_snapshots = round % 4 == 1 ? 1 + round % 3 : 0;
     Scheduler scheduler(config);
     std::deque<Plan> plans;
     std::vector<Output> outputs;

@@ -52,18 +52,19 @@ def expected(model: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill_chunk": 1},
+        {"prefill_chunk": 1, "enable_prefix_caching": False},
         {"prefill_chunk": 7, "overlap_depth": 0},
-        {"max_num_seqs": 2},
+        {"max_num_seqs": 2, "page_size": 1},
         {"page_size": 4, "num_pages": 18},
+        {"page_size": 4, "num_pages": 18, "enable_prefix_caching": False},
     ],
 )
-def test_tokens_do_not_depend_on_chunks_slots_overlap_or_retraction(
+def test_tokens_do_not_depend_on_chunks_slots_overlap_retraction_or_prefixes(
     model: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
     tokens, stats = generate(model, prompts(), **options)
     assert tokens == expected
-    assert stats["prefix_hit_tokens"] == 0, "the pages of a prefix are no use without the state behind them"
+    assert (stats["prefix_hit_tokens"] > 0) == options.get("enable_prefix_caching", True)
     assert (stats["retractions"] > 0) == (options.get("num_pages") == 18)
 
 
@@ -79,6 +80,18 @@ def test_states_that_do_not_fit_are_refused_with_how_many_would(
     assert found is not None
     with Engine(**options, max_num_seqs=int(found[1])) as engine:
         assert engine.generate(input_ids=[[5, 6, 7]], sampling_params=GREEDY)
+
+
+def test_the_next_turn_goes_on_from_a_snapshot(model: Path) -> None:
+    """Two turns of a conversation: the second computes what is new, and says what it says from the beginning."""
+    first = prompts()[3]
+    with Engine(model=str(model), core="inproc", num_pages=200, max_num_seqs=4, max_model_len=256) as engine:
+        (said,) = engine.generate(input_ids=[first], sampling_params=GREEDY)
+        (again,) = engine.generate(input_ids=[[*first, *said.token_ids, 7, 8, 9]], sampling_params=GREEDY)
+        found = engine.control("stats")["prefix_hit_tokens"]
+    assert found == (len(first) + 15) // 16 * 16
+    cold = generate(model, [[*first, *said.token_ids, 7, 8, 9]], enable_prefix_caching=False)[0]
+    assert [again.token_ids] == cold
 
 
 def published(source: Path, target: Path) -> Path:

@@ -2,9 +2,9 @@
 
 It keeps one record a KV slot (the token, and a hash of the whole prefix up to it) and for every planned row reads the
 complete context through the block table, as attention would. A page shared wrongly, freed too early, read before it
-was written, or left stale is a wrong record, and fails at once. Where no prefix is shared it keeps a recurrent state a
-request slot as well: a segment of tokens starts at position 0 or goes on exactly where the slot's last one ended. The sampled
-token is a function of the prefix hash, so
+was written, or left stale is a wrong record, and fails at once. Where no prefix is shared, or only one that has a snapshot
+of the state behind it, it keeps a recurrent state a request slot as well: a segment of tokens starts at position 0 or goes on
+exactly from what its slot holds. The sampled token is a function of the prefix hash, so
 outputs must equal `reference` under any chunking, sharing, retraction, overlap or page size.
 """
 
@@ -80,6 +80,7 @@ class Executor:
         self.salts = salts
         self.kv: list[dict[int, tuple[int, int] | None]] = [{} for _ in range(config.dp)]
         self.sampled: list[dict[int, int]] = [{} for _ in range(config.dp)]
+        self.recurrent = not config.prefix_cache or config.state_snapshots > 0
         self.states: list[dict[int, tuple[int, int]]] = [{} for _ in range(config.dp)]  # tokens seen, their hash
 
     def run(self, plan: Plan) -> Flight:
@@ -99,16 +100,27 @@ class Executor:
         t, s, page = plan.bucket, plan.rows, self.config.page_size
         tokens, rows = int(plan.num_tokens[g]), int(plan.num_rows[g])
         block = {name: getattr(plan, name)[g * t : (g + 1) * t] for name in ("ids", "pos", "slot", "row")}
-        names = ("last", "request_ids", "request_slots", "out_pos", "new_rows", "table")
+        names = ("last", "request_ids", "request_slots", "out_pos", "new_rows", "table", "load_state", "save_state")
         by_row = {name: getattr(plan, name)[g * s : (g + 1) * s] for name in names}
         for name, hole in (("ids", 0), ("pos", -1), ("slot", -1), ("row", -1)):
             assert (block[name][tokens:] == hole).all(), name
-        for name, hole in (("last", -1), ("request_ids", -1), ("request_slots", -1), ("out_pos", -1), ("new_rows", 0)):
+        holes = {"new_rows": 0} | dict.fromkeys(
+            ("last", "request_ids", "request_slots", "out_pos", "load_state", "save_state"), -1
+        )
+        for name, hole in holes.items():
             assert (by_row[name][rows:] == hole).all(), name
         assert (by_row["table"][rows:] == -1).all()
         assert len(set(by_row["request_slots"][:rows].tolist())) == rows
         assert block["row"][:tokens].tolist() == sorted(block["row"][:tokens].tolist())
 
+        states, slots = (
+            self.states[g],
+            range(self.config.max_requests, self.config.max_requests + self.config.state_snapshots),
+        )
+        for i in range(rows):  # copies before the step, all of them, then the step, then the copies behind it
+            if (load := int(by_row["load_state"][i])) >= 0:
+                assert by_row["new_rows"][i] and load in slots
+                states[int(by_row["request_slots"][i])] = states[load]
         staged: dict[int, tuple[int, int]] = {}
         sampled: dict[int, int] = {}
         for i in range(rows):
@@ -129,8 +141,8 @@ class Executor:
                 assert record is not None, f"request {request} reads position {p}, which nobody wrote"
                 prefix = chain(prefix, record[0])
                 assert record[1] == prefix, f"request {request} reads another prefix's KV at position {p}"
-            if first and not self.config.prefix_cache:
-                held = self.states[g].get(slot_index)
+            if first and self.recurrent:
+                held = states.get(slot_index)
                 assert held == (first, prefix), f"request {request} goes on at {first} from the state {held}"
             for offset, j in enumerate(mine):
                 p = first + offset
@@ -144,7 +156,7 @@ class Executor:
                 prefix = chain(prefix, token)
                 assert slot not in staged, "two rows write one KV slot"
                 staged[slot] = (token, prefix)
-            self.states[g][slot_index] = (first + len(mine), prefix)
+            states[slot_index] = (first + len(mine), prefix)
             flight.states.append((g, slot_index))
             last, position = int(by_row["last"][i]), int(by_row["out_pos"][i])
             if last < 0:
@@ -152,6 +164,13 @@ class Executor:
                 continue
             assert last == mine[-1] and position == int(block["pos"][last]) + 1
             flight.tokens[g * s + i] = sampled[slot_index] = sample(prefix)
+        saved = [int(by_row["save_state"][i]) for i in range(rows) if by_row["save_state"][i] >= 0]
+        assert len(set(saved)) == len(saved) and all(s in slots for s in saved)
+        for i in range(rows):
+            if (save := int(by_row["save_state"][i])) >= 0:
+                states[save] = states[int(by_row["request_slots"][i])]
+                assert states[save][0] % page == 0
+                flight.states.append((g, save))
         self.kv[g].update(staged)
         self.sampled[g].update(sampled)
         flight.written.append(list(staged))

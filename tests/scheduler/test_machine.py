@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([0, 1, 3]),
         stall=st.sampled_from([0, 1, 4]),
         cache=st.sampled_from([True, True, True, False]),
+        snapshots=st.sampled_from([0, 0, 1, 4]),
         ageing=st.sampled_from([1, 3, 256]),
     )
     def start(
@@ -62,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         stall: int,
         cache: bool,
+        snapshots: int,
         ageing: int,
     ) -> None:
         self.engine = Engine(
@@ -77,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_in_flight=in_flight,
                 decode_stall_tokens=stall,
                 ageing_steps=ageing,
+                state_snapshots=snapshots,
             )
         )
         self.next_id = 0

@@ -197,7 +197,9 @@ class CudaExecutor(Executor):
         self._fill(slot, t, s, arrays, step.params[mine_s])
         with self.gpu.current():
             self._change_state(step.ops)
+            self._load_states(step, mine_s)
             self._replay(step)()
+            self._save_states(step, mine_s)
             more = self._copy_extra(slot, step)
             self.done[slot].record()
         self.turn = (slot + 1) % RING

@@ -43,6 +43,7 @@ class RankConfig:
     num_pages: int  # a home group
     max_model_len: int
     threads: int
+    snapshots: int = 0  # of recurrent states, a home group
     store: str = ""  # file of the rendezvous; "" for a single rank
 
 
@@ -66,7 +67,7 @@ class Step:
     bucket: int
     rows: int
     variant: str
-    arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots
+    arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots, load_state, save_state
     params: np.ndarray  # int32 [dp * rows, words]
     ops: list[StateOp]
 
@@ -117,7 +118,8 @@ class Executor:
         self.sizes = {
             "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, "p": PARAM_WORDS,
             "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
-            "states": self.max_s * self.dp,  # a request's state lies in the slot that the request owns
+            # a request's state lies in the slot that the request owns; behind those lie snapshots
+            "states": (self.max_s + config.snapshots) * self.dp,
         }  # fmt: skip
         self.params: dict[str, Any] = load_weights(
             artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device,
@@ -126,7 +128,8 @@ class Executor:
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
-        self.state: list[Tensor] = []
+        self.state: list[Tensor] = []  # of the full sampler
+        self.recurrent: list[Tensor] = []  # caches of state slots
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
         self._prepare(progress)
@@ -172,6 +175,8 @@ class Executor:
                 self.params[name] = self._empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
+                elif t.dims[0].name == "states":
+                    self.recurrent.append(self.params[name])
 
     def _arena(self, nbytes: int) -> Tensor:
         if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
@@ -212,7 +217,9 @@ class Executor:
             into["state"][:s] = slots
         into["table"][:s, : table.shape[1]] = table
         into["params"][:s] = step.params[mine_s]
+        self._load_states(step, mine_s)
         program.replay()
+        self._save_states(step, mine_s)
         tokens = program.results[0][:s].clone().numpy()
         sampled = (last >= 0) & (slots >= 0)
         self.last_tokens[slots[sampled]] = tokens[sampled]
@@ -225,6 +232,22 @@ class Executor:
                 lps.clone().numpy(),
             )
         return result
+
+    def _load_states(self, step: Step, rows: slice) -> None:
+        """Brings snapshots of recurrent states into the slots of the requests that go on from them."""
+        if self.recurrent:
+            self._copy_states(step.arrays["load_state"][rows], step.arrays["request_slots"][rows])
+
+    def _save_states(self, step: Step, rows: slice) -> None:
+        """Keeps snapshots of what the step left in its requests' slots."""
+        if self.recurrent:
+            self._copy_states(step.arrays["request_slots"][rows], step.arrays["save_state"][rows])
+
+    def _copy_states(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies states between slots; a row with -1 on either side has none to copy."""
+        for row in np.flatnonzero((sources >= 0) & (targets >= 0)):
+            for cache in self.recurrent:
+                cache[int(targets[row])].copy_(cache[int(sources[row])])
 
     def _change_state(self, ops: Sequence[StateOp]) -> None:
         for op in ops:

@@ -38,8 +38,12 @@ class WorkerError(RuntimeError):
     """A worker rank failed; the text is its own."""
 
 
+#: what a step needs of a plan
+ARRAYS = ("ids", "pos", "slot", "row", "last", "table", "request_slots", "load_state", "save_state")
+
+
 def arrays_of(plan: Any) -> dict[str, Any]:
-    return {k: getattr(plan, k) for k in ("ids", "pos", "slot", "row", "last", "table", "request_slots")}
+    return {k: getattr(plan, k) for k in ARRAYS}
 
 
 def set_threads(n: int) -> None:
