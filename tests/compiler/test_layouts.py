@@ -29,6 +29,20 @@ def test_groups_of_unlike_sizes_in_one_model(model: str, name: str) -> None:
         assert run(Trial(model, mesh, axes, seed)) >= 5
 
 
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [
+        ("cp=2", ""), ("cp=4", "mlp=1"), ("cp=2,tp=2", ""), ("tp=2,cp=2", "mlp=tp"), ("cp=2,dp=2", ""), ("dp=2,cp=2,tp=2", ""),
+        ("a=2,b=2,tp=2", "cp=a*b"),
+    ],
+)  # fmt: skip
+def test_a_request_s_pages_lie_on_several_ranks(model: str, mesh: str, axes: str) -> None:
+    if model == "GptOssForCausalLM":
+        axes = axes.replace("mlp", "etp")
+    assert run(Trial(model, mesh, axes, 1)) >= 5
+
+
 @pytest.mark.timeout(36000 if FULL else 300)
 def test_tokens_do_not_depend_on_the_layout() -> None:
     cases = 0

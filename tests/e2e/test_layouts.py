@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.models import PROMPTS, write_tiny
 from tokenspeed import Engine, SamplingParams
+from tokenspeed.runtime.errors import StartupError
 
 
 @functools.cache
@@ -62,3 +63,20 @@ def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None
     assert one[:4] != one[4:8] != one[8:], "the three kinds of sampling must differ"
     for mesh, axes in PLANS:
         assert sampled(model, mesh, axes) == one, (mesh, axes)
+
+
+@pytest.mark.parametrize(("kind", "mesh", "axes"), [("llama", "cp=2", ""), ("gpt_oss", "cp=2,tp=2", "ep=cp,etp=tp")])
+def test_a_request_on_the_pages_of_two_ranks_gives_the_tokens_of_one(
+    tmp_path: Path, kind: str, mesh: str, axes: str
+) -> None:
+    model = write_tiny(tmp_path / "model", kind)
+    assert sampled(model, mesh, axes) == sampled(model, "", "")
+
+
+def test_pages_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "llama")
+    with (
+        pytest.raises(StartupError, match="num_pages=63 does not divide over the 2 ranks"),
+        Engine(model=str(model), mesh="cp=2", num_pages=63, buckets=[1, 8], max_num_seqs=2, max_num_batched_tokens=8),
+    ):
+        pass

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenspeed.ir.graph import Node, Program
+from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
@@ -41,9 +42,12 @@ def format_name(dtype: str) -> str:
     return FORMAT.get(dtype, dtype)
 
 
-def kernel_op(node: Node, source: Type) -> str:
-    """The registry's op for a node: a reduction of (value, index) pairs has its own."""
-    return "all_reduce_argmax" if node.op == "all_reduce" and source.kind == "argmax" else node.op
+def kernel_op(node: Node, ins: Sequence[Type], caches: Sequence[Type], home: Axes) -> str:
+    """The registry's op for a node: a reduction of pairs has its own, and so has what works on a part of a home block's
+    slots."""
+    if node.op == "all_reduce" and ins[0].kind in ("argmax", "lse"):
+        return f"all_reduce_{ins[0].kind}"
+    return f"{node.op}_part" if any(a not in home for t in caches for a in t.dims[0].axes) else node.op
 
 
 def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Sequence[str], p: Program) -> Request:
@@ -66,7 +70,7 @@ def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Seq
     if "in_dims" in node.attrs:
         n_in = len(node.attrs["in_dims"])
         facts["k"] = math.prod(_local(d, p) for d in x.dims[len(x.dims) - n_in :])
-    return kernel_op(node, x), signature, facts
+    return kernel_op(node, ins, caches, p.plan.home), signature, facts
 
 
 def _local(d: object, p: Program) -> int:

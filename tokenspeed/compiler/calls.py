@@ -14,6 +14,7 @@ from tokenspeed.compiler.chain import chained
 from tokenspeed.compiler.fuse import CALLS, fuse
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.types import Type
+from tokenspeed.kernels.ops import OPS as KERNEL_OPS
 
 Bound = Callable[[Request], bool]  # whether a kernel that is more than the reference runs a fused request
 QUIET: Request = ("", {}, {})  # of a call that runs no kernel
@@ -33,7 +34,11 @@ def flatten(p: Program, bound: Bound) -> list[Call]:
             request = QUIET if quiet else request_of(n, ins, outs, kinds, p)
             return Call(n, ins, outs, list(n.inputs), list(n.outputs), kinds, request)
 
-        return [call(n) for n in fuse(nodes, kept, lambda n: bound(call(n).request))]
+        def runs(n: Node) -> bool:  # a chain on a part of a cache is no op that kernels have
+            request = call(n).request
+            return request[0] in KERNEL_OPS and bound(request)
+
+        return [call(n) for n in fuse(nodes, kept, runs)]
 
     calls: list[Call] = []
     bodies = {name: body(f.nodes, f.types, f.params, f.outputs) for name, f in p.leaves.items()}

@@ -160,6 +160,7 @@ class _Emitter:
         if n.op in ARGMAX:
             return args, (self._tensor(self.pairs[f.outputs[0]]), self._tensor(f.outputs[0])), attrs
         outs = [self._tensor(o) for o in f.outputs]
+        outs += [self._tensor(self.pairs[o]) for o in f.outputs if o in self.pairs]
         return args, (None if not outs else outs[0] if len(outs) == 1 else tuple(outs)), attrs
 
     def _comm(self, f: Call, args: list[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
@@ -172,6 +173,9 @@ class _Emitter:
         if f.request[0] == "all_reduce_argmax":
             pair = (self._tensor(self.pairs[f.outputs[0]]), out)
             return [self._tensor(self.pairs[f.inputs[0]]), args[0]], pair, attrs
+        if f.request[0] == "all_reduce_lse":
+            pair = tuple(self._tensor(v) for v in (f.outputs[0], self.pairs.get(f.outputs[0])) if v)
+            return [args[0], self._tensor(self.pairs[f.inputs[0]])], pair, attrs
         if isinstance(CALLS[n.op], Fused):
             attrs["eps"] = n.attrs["eps"]
             if "dim" in n.attrs:

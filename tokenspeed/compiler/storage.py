@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,7 +60,7 @@ class Storage:
 
 @dataclass
 class Layout:
-    """`values` by name; a pending argmax value `v` has its values tensor under `pairs[v]`."""
+    """`values` by name; a pending argmax value `v` has its values tensor under `pairs[v]`, one pending by lse its sums."""
 
     p: Program
     sizes: Mapping[str, int]
@@ -168,6 +168,11 @@ class _Placer:
             self.values[c.outputs[0]] = self._new(i, tuple(c.outs), *shapes[0])
             self.pairs[c.outputs[0]] = name = c.outputs[0] + "@value"
             self.values[name] = value
+        elif c.outs and c.outs[0].kind == "lse" and c.outs[0].pending:
+            sums = replace(c.outs[0], dtype="f32", dims=c.outs[0].dims[:-1])
+            self.values[c.outputs[0]] = self._new(i, (c.outs[0],), *shapes[0])
+            self.pairs[c.outputs[0]] = name = c.outputs[0] + "@lse"
+            self.values[name] = self._new(i, (sums,), self.local(sums), torch.float32)
         elif op.in_place_ok and last[c.inputs[0]] == i and self._owns(c.inputs[0], shapes[0]):
             old = self.values[c.inputs[0]]
             self.values[c.outputs[0]] = View(old.shape, old.dtype, old.storage, old.stride, old.start)

@@ -79,7 +79,9 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
     for g, requests in enumerate(work):
         at = g * bucket
         for i, (number, ids, first) in enumerate(requests):
-            pages = [(number * 5 + k) % PAGES for k in range(WIDTH)]
+            pages = [
+                (number * 5 + k) * 37 % PAGES for k in range(WIDTH)
+            ]  # neighbours lie far apart: on ranks of their own
             ports["table"][g * rows + i] = torch.tensor(pages, dtype=torch.int32)
             for pos, token in enumerate(ids, first):
                 ports["ids"][at], ports["pos"][at], ports["row"][at] = token, pos, i

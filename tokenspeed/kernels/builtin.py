@@ -14,16 +14,18 @@ from tokenspeed.kernels.spec import Capability
 def register_builtin(registry: Registry) -> None:
     """Registers everything that this installation can run or select for; Triton itself is imported at a first call."""
     from tokenspeed.kernels import gpu
-    from tokenspeed.kernels.comm import argmax, distributed
+    from tokenspeed.kernels.comm import argmax, distributed, lse
     from tokenspeed.kernels.fused import FUSED
     from tokenspeed.kernels.gemm import torch as gemm_torch
     from tokenspeed.kernels.ops import OPS
     from tokenspeed.kernels.registry import register_references
 
-    register_references({op: fn for op, fn in (REFERENCES | FUSED).items() if op in OPS}, registry)
+    parts = {f"{op}_part": REFERENCES[op] for op in ("append", "attend")}  # of a home block's slots
+    register_references({op: fn for op, fn in (REFERENCES | FUSED | parts).items() if op in OPS}, registry)
     gemm_torch.register(registry)
     distributed.register(registry)
     argmax.register(registry)
+    lse.register(registry)
     gpu.register(registry)
     if importlib.util.find_spec("tokenspeed._cpu") is None:
         return

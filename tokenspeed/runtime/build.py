@@ -18,7 +18,7 @@ from tokenspeed.compiler.artifact import Artifact, is_artifact
 from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
-from tokenspeed.runtime.executor import RankConfig, cache_bytes, open_artifact
+from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, open_artifact
 from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
@@ -68,7 +68,13 @@ def build_engine(config: EngineConfig) -> Built:
     _check_states(room, state_bytes, max_rows, config.num_pages)
     snapshots = _snapshots(config, room, state_bytes, max_rows)
     states = state_bytes * (max_rows + snapshots)
-    pages = config.num_pages or _pages(config, token_bytes, room, states, useful)
+    shared = cache_ranks(program)
+    if config.num_pages % shared:
+        raise StartupError(
+            f"num_pages={config.num_pages} does not divide over the {shared} ranks that share a group's pages: give a multiple"
+        )
+    pages = config.num_pages or _pages(config, token_bytes / shared, room, states, useful)
+    pages += -pages % shared
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
@@ -90,7 +96,7 @@ def build_engine(config: EngineConfig) -> Built:
         "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks,
         "dtype": artifact.weights.arithmetic(m["dtype"]),
         "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
-                    f"{token_bytes * pages * config.page_size / 2**20:.0f} MiB a rank",
+                    f"{token_bytes * pages * config.page_size / shared / 2**20:.0f} MiB a rank",
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
         **({"states": f"{max_rows} requests and {snapshots} snapshots a group, {states / 2**20:.0f} MiB a rank"}
            if state_bytes else {}),
@@ -169,7 +175,7 @@ def _snapshots(config: EngineConfig, room: _Room, each: int, rows: int) -> int:
     return min(4 * rows, int(max(room.budget - each * rows, 0) / 4 // each))
 
 
-def _pages(config: EngineConfig, token_bytes: int, room: _Room, states: int, useful: int) -> int:
+def _pages(config: EngineConfig, token_bytes: float, room: _Room, states: int, useful: int) -> int:
     """Pages a home group: what the share of caches holds on every rank beside `states` bytes, at most the `useful` ones."""
     pages = int((room.budget - states) // (token_bytes * config.page_size))
     if pages < 2:

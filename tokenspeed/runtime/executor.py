@@ -94,6 +94,13 @@ def open_artifact(path: str) -> Artifact:
     return a
 
 
+def cache_ranks(p: Program) -> int:
+    """Ranks that share the slots of a home group among them (cp)."""
+    home = p.plan.home
+    axes = {a for q in p.all_params() if q.kind == "cache" for t in q.types for a in t.dims[0].axes if a not in home}
+    return p.plan.mesh.size(tuple(axes))
+
+
 def cache_bytes(p: Program, slot: str) -> int:
     """Bytes one rank holds a slot of the caches that have `slot` slots: a token of `slots`, a request of `states`."""
     caches = [t for q in p.all_params() if q.kind == "cache" for t in q.types if t.dims[0].name == slot]
@@ -139,6 +146,12 @@ class Executor:
         for variant in self.artifact.manifest["variants"]:
             self.program(variant, self.max_t)
         self.views = {name: port.numpy() for name, port in self.ports.items()}
+        # A home group's pages are dealt out to its ranks in turn; a rank holds a block of them.
+        ranks, pages = (
+            cache_ranks(self.artifact.program(*next(iter(self.programs)))),
+            np.arange(self.config.num_pages, dtype=np.int32),
+        )
+        self.held = pages % ranks * (len(pages) // ranks) + pages // ranks if ranks > 1 else None
         self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
 
     def _ports(self) -> dict[str, Tensor]:
@@ -212,6 +225,10 @@ class Executor:
         for name in ("pos", "slot", "row"):
             into[name][:t] = a[name][mine_t]
         last, slots, table = a["last"][mine_s], a["request_slots"][mine_s], a["table"][mine_s]
+        if self.held is not None:
+            slot, page = into["slot"][:t], self.config.page_size
+            slot[:] = np.where(slot < 0, slot, self.held[slot // page] * page + slot % page)
+            table = np.where(table < 0, table, self.held[table])
         into["last"][:s] = last
         if "state" in into:
             into["state"][:s] = slots

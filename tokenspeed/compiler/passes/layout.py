@@ -82,6 +82,8 @@ def _check_names(flat: Flat, plan: Plan) -> None:
             for a in s.logical_axes():
                 used.setdefault(a, f"{leaf.origin}: {leaf.kind}.forward")
     for path, decl in flat.decls.items():
+        if isinstance(decl, PagedAttention):
+            used.setdefault("cp", path)
         for d in _dims(decl):
             for a in d.factors[0].axes:
                 used.setdefault(a, path)

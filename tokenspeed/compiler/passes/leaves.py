@@ -71,7 +71,7 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
     if isinstance(decl, Rope):
         return {name: Param(name, "table", (Type("f32", (Dim("pos_table"), Dim("rope_dim"))),))}
     if isinstance(decl, PagedAttention):
-        slots = Dim("slots", b.order(b.home))
+        slots = Dim("slots", (*b.order(b.home), *b.order(b.expand("cp"))))
         cache = Type(b.cache_dtype, (slots, *dims((decl.kv, decl.d))))
         return {name: Param(name, "cache", (cache, cache))}
     if isinstance(decl, StateCache):
@@ -343,6 +343,10 @@ def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
             for seg in decl.segments:
                 sharded = [f for d in (*seg.out, *seg.inp) for f in d.factors if f.axes]
                 groups += [(where, [(str(f), layout.axes(f)) for f in sharded])]
+        elif isinstance(decl, PagedAttention):
+            slots = [(f"slots@{a}", layout.plan.axes(a)) for a in ("dp", "cp")]
+            heads = [(str(f), layout.axes(f)) for d in (decl.n, decl.kv) for f in d.factors if f.axes]
+            groups += [(f"the cache of {name}", [*slots, h]) for h in heads]
     for where, uses in groups:
         for (a, xs), (c, ys) in itertools.combinations(uses, 2):
             shared = sorted(set(xs) & set(ys))

@@ -194,6 +194,8 @@ class PagedAttention(Param):
 
     spec: "n@tp kv@tp:kv d", query heads, KV heads, head width. scale: of the scores. window: positions that a token sees, its
     own the last of them (None: all before it). softcap: c bends a score x to c tanh(x / c).
+    The cache's slots lie on `dp` and, of each home group, on `cp`: a rank of cp attends to the positions that it holds, and
+    the parts are merged before they go on.
     """
 
     def __init__(self, spec: str, scale: float, window: int | None = None, softcap: float | None = None) -> None:
@@ -212,7 +214,8 @@ class PagedAttention(Param):
         ck, cv = f"@{self.path}:0", f"@{self.path}:1"
         apply("append", [k, v, b.slot, ck, cv], 0)
         extra = [sinks.ref()] if sinks else []
-        return apply("attend", [q, ck, cv, b.pos, b.row, b.table, *extra], scale=self.scale, **self.options)
+        y = apply("attend", [q, ck, cv, b.pos, b.row, b.table, *extra], scale=self.scale, **self.options)
+        return place(y, f"t@dp {self.n} {self.d}")
 
 
 class LatentAttention(Param):
