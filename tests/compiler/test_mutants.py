@@ -28,10 +28,21 @@ def test_every_mutant_is_rejected_or_equal() -> None:
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mutants_of_programs_with_experts_are_rejected_or_equal(family: str) -> None:
     plan = ("dp=2,tp=2", "ep=dp,etp=tp,se=tp,vp=dp*tp")
-    report = run(programs=0, families=[family], per_program=60, seed=9, plans=[plan])
+    report = run(programs=0, families=[family], per_program=30, seed=9, plans=[plan])
     assert report.survivors == [], report.survivors[0]
     assert report.false_rejects == [], report.false_rejects[0]
     assert report.valid == 16
+    assert report.killed > 50
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [("Qwen2ForCausalLM", ("dp=2,cp=2,tp=2", "")), ("Gemma3ForCausalLM", ("dp=2,tp=2", "vp=dp*tp"))],
+    ids=["pages on several ranks", "windows"],
+)
+def test_mutants_of_attention_with_options_are_rejected(family: str, plan: tuple[str, str]) -> None:
+    report = run(programs=0, families=[family], per_program=30, seed=9, plans=[plan])
+    assert (report.survivors, report.false_rejects, report.valid) == ([], [], 16)
     assert report.killed > 50
 
 

@@ -43,11 +43,17 @@ from tokenspeed.models.nn.config import Config
 
 PLANS = (
     ("tp=2", ""), ("tp=4", ""), ("dp=2,tp=2", "vp=dp*tp"), ("dp=2,tp=2", "mlp=dp*tp"), ("a=2,b=2", "tp=a*b,mlp=b"),
-    ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"),
+    ("dp=2,a=2,b=2", "tp=a*b,mlp=dp*b,vp=a"), ("cp=2,tp=2", ""),
 )  # fmt: skip
 BUCKETS = ((4, 4), (8, 4))
-EXPERTS = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *EXPERTS)
+EXPERTS = (
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", *EXPERTS)
 #: plans of families with experts: these on axes of their own, their width too
 MIXED_PLANS = (
     ("tp=2", ""), ("tp=4", "ep=tp,etp=1"), ("dp=2,tp=2", "ep=dp*tp,etp=1"), ("dp=2,tp=2", "ep=dp,etp=tp,vp=dp*tp"),
@@ -67,6 +73,13 @@ DELTA = {
 }  # fmt: skip
 
 
+OWN: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {"sliding_window": 3, "sliding_window_pattern": 2},
+    "GptOssForCausalLM": {"sliding_window": 3, "num_local_experts": 4},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 2, "num_local_experts": 4, "attention_bias": False},
+}
+
+
 def tiny(family: str) -> dict[str, Any]:
     """Two layers, 8 query heads on 2 KV heads, a vocabulary that divides by nothing, biases where the family has them."""
     return {
@@ -74,7 +87,7 @@ def tiny(family: str) -> dict[str, Any]:
         "intermediate_size": 24, "vocab_size": 61, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 64, "hidden_act": "silu", "attention_bias": True, "mlp_bias": True,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
-    } | LATENT | DELTA  # fmt: skip
+    } | LATENT | DELTA | OWN.get(family, {})  # fmt: skip
 
 
 @dataclass
