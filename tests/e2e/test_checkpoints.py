@@ -275,12 +275,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert "model.layers.2.enorm.weight" in refusal(save_model(tmp_path / "undeclared", config, weights))
 
 
-def test_fp8_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    config = tiny_config()
-    weights = tiny_weights(config) | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)}
-    assert "convert it to bfloat16" in refusal(save_model(tmp_path, config, weights))
-
-
 def test_a_text_config_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": 7}))

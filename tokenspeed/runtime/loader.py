@@ -68,10 +68,6 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
     if drafting:
         log.info("%d tensors of the layers that predict further tokens are left out", len(drafting))
     strange = [name for name in strange if name not in set(drafting)]
-    if any(name.endswith("_scale_inv") for name in strange):
-        raise CheckpointError(
-            "the checkpoint's weights are stored in FP8 with scales beside them, which are not read: convert it to bfloat16"
-        )
     if strange:
         kept = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
         raise CheckpointError(
