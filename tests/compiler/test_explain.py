@@ -150,6 +150,8 @@ REAL = [
     ("deepseek-v3", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
     ("kimi-k2.5", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
     ("gemma-3-1b", "tp=4", ""),
+    ("qwen3-next-80b-a3b", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
+    ("qwen3.5-27b", "tp=8", ""),
 ]
 
 

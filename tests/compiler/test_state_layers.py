@@ -174,6 +174,8 @@ def test_a_state_lies_where_its_heads_lie() -> None:
         ({"layer_types": ["linear_attention"]}, "layer_types names 1 for 2 layers"),
         ({"partial_rotary_factor": 0.4}, "turns 3 of 8 values of a head: it must be even"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ({"output_gate_type": "gelu"}, "output_gate_type='gelu' is not supported"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0 .* whole number from 1 on"),
     ],
 )

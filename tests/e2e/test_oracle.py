@@ -90,6 +90,7 @@ YARN = {
             {"num_hidden_layers": 2, "swiglu_alpha": 1.3, "layer_types": ["full_attention", "sliding_attention"]},
         ),
         ("qwen3_next", {}),
+        ("qwen3_next", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "mlp_only_layers": [1]}),
         ("qwen3_5", {}),
         ("qwen3_5_moe", {}),
         ("gemma3", {}),

@@ -103,6 +103,8 @@ class CausalLM(Module):
     def __init__(self, c: Config) -> None:
         c.refuse("hidden_act", ("silu",), "this family's MLP is silu(gate) * up")
         c.refuse("attention_bias", (False,), "this family's projections have no bias")
+        c.refuse("attn_output_gate", (True,), "this family's attention passes a gate")
+        c.refuse("output_gate_type", ("swish", "silu"), "a delta net's norm is gated by silu")
         self.rope = Rope(rotary_dim(c), c.max_position_embeddings, c.rope_parameters)
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         self.layers = [
