@@ -27,6 +27,7 @@ FACTORS: dict[str, list[Any]] = {
         ("latent", ""),
         ("latent", "dp=2,tp=2"),
         ("hybrid", "tp=2"),
+        ("windows", "cp=2"),
     ],
     "page": [1, 16],
     "chunk": [1, 7, 64, 0],
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nine": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}),
     "latent": ("deepseek_v3", {}),
     "hybrid": ("qwen3_next", {}),
+    "windows": ("gpt_oss", {}),
 }
 OUT = 20
 
@@ -92,6 +94,7 @@ def generate(model: Path, mesh: str, case: dict[str, Any]) -> list[list[int]]:
     page = case["page"]
     need = -(-(max(map(len, work)) + OUT + 2) // page)
     pages = need + 1 if case["retract"] else 1200 // page
+    pages += pages % 2 if "cp=2" in mesh else 0  # two ranks share them
     with Engine(
         model=str(model), mesh=mesh, core="process" if mesh else "inproc", page_size=page, num_pages=pages, prefill_chunk=case["chunk"],
         overlap_depth=case["overlap"], enable_prefix_caching=case["prefix"] == "hit", max_num_seqs=8, max_num_batched_tokens=64,
