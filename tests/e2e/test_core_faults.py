@@ -9,7 +9,7 @@ from tests.e2e.models import write_tiny
 from tokenspeed.runtime.build import build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.core import EngineLoop
-from tokenspeed.runtime.messages import Control, CoreParams, Deltas, Submit, ToCore, ToFront
+from tokenspeed.runtime.messages import Control, CoreParams, Deltas, Submit, ToCore, ToFront, packed
 
 
 class _Inbox:
@@ -39,13 +39,13 @@ def test_values_beyond_a_word_end_one_request_at_most(tmp_path: Path) -> None:
     inbox, outbox = _Inbox(), _Outbox()
     loop = EngineLoop(built, 0, inbox, outbox)
     odd = [
-        Submit(1, [5, 6], CoreParams(max_tokens=3, temperature=1.0, top_k=2**40)),
-        Submit(2, [5, 6], CoreParams(max_tokens=3), priority=2**40),
-        Submit(3, [5, 6], CoreParams(max_tokens=3), priority=-(2**40)),
-        Submit(4, [5, 6], CoreParams(max_tokens=2**40)),
-        Submit(5, [5, 6], CoreParams(max_tokens=3), cache_salt="\ud800"),
-        Submit(6, [5, 2**40], CoreParams(max_tokens=3)),
-        Submit(7, [5, 6], CoreParams(max_tokens=3, temperature=0.0)),
+        Submit(1, packed([5, 6]), CoreParams(max_tokens=3, temperature=1.0, top_k=2**40)),
+        Submit(2, packed([5, 6]), CoreParams(max_tokens=3), priority=2**40),
+        Submit(3, packed([5, 6]), CoreParams(max_tokens=3), priority=-(2**40)),
+        Submit(4, packed([5, 6]), CoreParams(max_tokens=2**40)),
+        Submit(5, packed([5, 6]), CoreParams(max_tokens=3), cache_salt="\ud800"),
+        Submit(6, b"\0\0\0\0\0", CoreParams(max_tokens=3)),
+        Submit(7, packed([5, 6]), CoreParams(max_tokens=3, temperature=0.0)),
     ]
     for m in odd:
         loop._handle(m)

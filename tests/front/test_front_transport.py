@@ -33,6 +33,7 @@ from tokenspeed.runtime.messages import (
     ToFront,
     TokenDelta,
     TokenLogprob,
+    packed,
 )
 from tokenspeed.runtime.transport import CoreClient, InprocClient
 from tokenspeed.runtime.transport_process import Codec, ProcessClient
@@ -57,7 +58,7 @@ async def test_a_request_and_a_call(make: Make) -> None:
     client = make(scripted_core.run_core)
     ready = await client.start()
     assert ready == Ready(scripted_core.MAX_LEN, scripted_core.VOCAB, 100_000, 256, {"model": "smollm2", "ranks": 1})
-    client.send(Submit(7, [5, 6], CoreParams(max_tokens=3, logprobs=1, logit_bias={3: 1.5})))
+    client.send(Submit(7, packed([5, 6]), CoreParams(max_tokens=3, logprobs=1, logit_bias={3: 1.5})))
     deltas = [delta for _ in range(3) for delta in await next_deltas(client)]
     assert [delta.token_ids for delta in deltas] == [[5], [6], [5]]
     assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
@@ -87,7 +88,7 @@ async def test_a_failed_start_says_the_core_s_reason(make: Make, target: Any, re
 async def test_a_core_that_raises_is_one_died_with_its_reason(make: Make) -> None:
     client = make(scripted_core.run_core)
     await client.start()
-    client.send(Submit(1, [scripted_core.DIE], CoreParams(max_tokens=3)))
+    client.send(Submit(1, packed([scripted_core.DIE]), CoreParams(max_tokens=3)))
     assert await asyncio.wait_for(client.recv(), 10) == Died("RuntimeError: scripted death")
     client.send(Abort(1))
     with pytest.raises(asyncio.TimeoutError):
@@ -106,11 +107,11 @@ async def test_a_core_that_returns_unasked_has_died(make: Make) -> None:
 async def test_messages_before_a_death_arrive(make: Make) -> None:
     client = make(scripted_core.run_core)
     await client.start()
-    client.send(Submit(1, [5], CoreParams(max_tokens=100)))
-    client.send(Submit(2, [5] * 3, CoreParams(max_tokens=100)))
+    client.send(Submit(1, packed([5]), CoreParams(max_tokens=100)))
+    client.send(Submit(2, packed([5] * 3), CoreParams(max_tokens=100)))
     while (await next_deltas(client))[0].finish_reason is None:
         pass
-    client.send(Submit(3, [scripted_core.DIE], CoreParams(max_tokens=3)))
+    client.send(Submit(3, packed([scripted_core.DIE]), CoreParams(max_tokens=3)))
     while not isinstance(message := await asyncio.wait_for(client.recv(), 10), Died):
         assert isinstance(message, Deltas)
     await client.close()
@@ -119,9 +120,9 @@ async def test_messages_before_a_death_arrive(make: Make) -> None:
 async def test_a_killed_process_names_the_signal() -> None:
     client = ProcessClient(CONFIG, scripted_core.run_core)
     await client.start()
-    client.send(Submit(1, [scripted_core.KILL], CoreParams(max_tokens=3)))
+    client.send(Submit(1, packed([scripted_core.KILL]), CoreParams(max_tokens=3)))
     assert await asyncio.wait_for(client.recv(), 10) == Died("the engine core was killed by SIGKILL (out of memory?)")
-    client.send(Submit(2, [5], CoreParams(max_tokens=3)))
+    client.send(Submit(2, packed([5]), CoreParams(max_tokens=3)))
     await client.close()
 
 
@@ -198,7 +199,13 @@ def test_a_local_function_cannot_be_a_core_process() -> None:
 
 
 TO_CORE: list[ToCore] = [
-    Submit(2**40, [1, 2], CoreParams(4, 1, [2], 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, {7: -1.0}, [1], 2**64 - 1, 5), 1, "s"),
+    Submit(
+        2**40,
+        packed([1, 2]),
+        CoreParams(4, 1, [2], 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, {7: -1.0}, [1], 2**64 - 1, 5),
+        1,
+        "s",
+    ),
     Abort(1),
     Finish(2),
     Control(3, "stats", {"x": [1, None, "a"]}),

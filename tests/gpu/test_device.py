@@ -129,7 +129,7 @@ def test_replays_equal_eager_runs_bit_for_bit(model: str, tmp_path: Path) -> Non
 
     config = EngineConfig(
         model=model, device="cuda", dtype="bfloat16", max_num_seqs=16, max_num_batched_tokens=64, num_pages=600,
-        artifact_cache=str(tmp_path),
+        page_size=16, artifact_cache=str(tmp_path),
     )  # fmt: skip
     executor: Any = build_engine(config).ranks.executor
     draw = np.random.default_rng(0)

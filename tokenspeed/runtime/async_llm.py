@@ -31,6 +31,7 @@ from tokenspeed.runtime.messages import (
     Stats,
     Submit,
     TokenDelta,
+    packed,
 )
 from tokenspeed.runtime.request_stream import Choice, RequestStream
 from tokenspeed.runtime.sampling_params import MAX_CHOICES, SEED_MASK, SamplingParams, check_integer, check_text
@@ -207,6 +208,7 @@ class AsyncLLM:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         choices = [Choice(index, params, self.tokenizer) for index in range(params.n)]
         stream = RequestStream(ids, choices, self._close_stream)
+        prompt = packed(ids)
         for choice in choices:
             if core_params.max_tokens == 0:
                 stream.put(choice.end("length"))
@@ -216,7 +218,7 @@ class AsyncLLM:
             self._live[request_id] = _Live(stream, choice, len(ids), time.monotonic())
             self._waiting_tokens += len(ids)
             choice_params = dataclasses.replace(core_params, seed=(seed + choice.index) & SEED_MASK)
-            client.send(Submit(request_id, ids, choice_params, priority, cache_salt))
+            client.send(Submit(request_id, prompt, choice_params, priority, cache_salt))
         if self._metrics is not None:
             self._metrics.accepted(len(ids), core_params.max_tokens)
         return stream

@@ -112,7 +112,7 @@ class EngineLoop:
             self.table.add(m)
             self.scheduler.submit(
                 m.request_id,
-                np.asarray(m.prompt_ids, dtype=np.int32),
+                np.frombuffer(m.prompt, dtype=np.int32),
                 p.max_tokens,
                 min_new_tokens=p.min_tokens,
                 stop_token_ids=p.stop_token_ids,

@@ -7,6 +7,8 @@ dataclasses with msgspec, the in-process transport passes the objects. A request
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,13 +41,22 @@ class CoreParams:
 # ---- front -> core -------------------------------------------------------------------------------------------------
 
 
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as Submit carries them. OverflowError for one outside int32."""
+    return array("i", ids).tobytes()
+
+
 @dataclass(slots=True)
 class Submit:
     request_id: int
-    prompt_ids: list[int]
+    prompt: bytes  # token ids, int32 in the machine's order: a list of a long prompt takes milliseconds to take apart
     params: CoreParams
     priority: int = 0
     cache_salt: str = ""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return array("i", self.prompt).tolist()
 
 
 @dataclass(slots=True)

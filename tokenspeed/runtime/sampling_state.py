@@ -22,7 +22,7 @@ GREEDY_BELOW = 1e-5  # temperatures below are greedy: float32 logits over them w
 @dataclass
 class _Request:
     params: CoreParams
-    prompt: list[int]
+    prompt: np.ndarray  # int32
     words: np.ndarray  # int32 [PARAM_WORDS], position and slot still 0
     counts: dict[int, int] = field(default_factory=dict)  # output tokens, where penalties need them
     banned: bool = False  # stop ids are banned until min_tokens
@@ -36,7 +36,7 @@ class SamplingTable:
         self.requests: dict[int, _Request] = {}
 
     def add(self, m: Submit) -> None:
-        self.requests[m.request_id] = _Request(m.params, list(m.prompt_ids), pack_params(m.params))
+        self.requests[m.request_id] = _Request(m.params, np.frombuffer(m.prompt, dtype=np.int32), pack_params(m.params))
 
     def drop(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
@@ -77,7 +77,7 @@ class SamplingTable:
         r.banned = ban
         op = StateOp(group, slot, reset=fresh)
         if fresh and r.words[Word.FLAGS] & Flag.PENALTIES:
-            op.seen, op.counts = r.prompt, dict(r.counts)
+            op.seen, op.counts = r.prompt.tolist(), dict(r.counts)
         if r.words[Word.FLAGS] & Flag.BIAS:
             op.bias = {t: v for t, v in p.logit_bias.items() if t < self.vocab_size}
             op.allowed = p.allowed_token_ids
