@@ -149,8 +149,9 @@ def _node(
             )
         return [{d: _product(t, ins[1].get(d, UNDEF)) for d, t in x.items()}]
     if op == "square_sum":
-        for d in x:
-            need(0, d, (ZERO,), "its squares would count")
+        for i, mine in enumerate(ins):
+            for d in mine:
+                need(i, d, (ZERO,), "its squares would count")
         return outs
     if op == "rms_scale":
         return [{d: _product(t, ins[2].get(d, UNDEF)) for d, t in x.items()}]

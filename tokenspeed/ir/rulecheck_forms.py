@@ -108,7 +108,7 @@ def _select(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[T
 
 def _squares(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
     t, n, d = (sizes[x] for x in ("t", "n", "d"))
-    return [_holes(_real([t, n, d], g), blocks), _holes(_real([t], g).square(), blocks), _real([n, d], g)]
+    return [_holes(_real([t, n, d], g), blocks), _holes(_real([t, sizes["qk"]], g).square(), blocks), _real([n, d], g)]
 
 
 def _rope(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
@@ -269,8 +269,10 @@ FORMS: tuple[Form, ...] = (
     _same("rms_norm", X, _f("h"), eps=1e-5),
     _same("rms_norm", H3, _f("d"), name="rms_norm, heads", eps=1e-5),
     Form("add_rms_norm", "add_rms_norm", (X, Y, _f("h")), _plain(X, Y, _f("h")), {"eps": 1e-5}, (("t", "h"), ("t", "h"))),
-    Form("square_sum", "square_sum", (H3,), _plain(H3), {}, (("t",),)),
-    Form("rms_scale", "rms_scale", (H3, _f("t"), _f("n", "d")), _squares, {"eps": 1e-5}, (("t", "n", "d"),)),
+    Form("square_sum", "square_sum", (H3, _f("t", "kv", "d")), _plain(H3, _f("t", "kv", "d")), {"dim": "qk"}, (("t", "qk"),),
+         single={"qk": 2}),
+    Form("rms_scale", "rms_scale", (H3, _f("t", "qk"), _f("n", "d")), _squares, {"eps": 1e-5, "index": 1}, (("t", "n", "d"),),
+         single={"qk": 2}),
     *(Form(op, op, (H3, Operand("i32", ("t",)), _f("pos_table", "rope_dim")), _rope, {}, (("t", "n", "d"),),
            single={"rope_dim": 2}) for op in ("rope", "rope_pairs")),
     _same("silu", X), _same("gelu", X), _same("softcap", X, cap=1.5), _same("mul", X, Y), _same("silu_mul", X, Y),

@@ -29,7 +29,7 @@ class Attention(LlamaAttention):
 
     def forward(self, x: Tokens, b: Batch) -> Partial:
         q, k, v = self.qkv(x)
-        q, k = norm_over(q, self.q_norm, self.eps), norm_over(k, self.k_norm, self.eps)
+        q, k = norm_over((q, k), (self.q_norm, self.k_norm), self.eps, "qk")
         q, k = self.rope(q, k, b.pos)
         return self.o(self.attn(q, k, v, b))
 
@@ -63,7 +63,7 @@ class CausalLM(LlamaCausalLM):
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
-        return decoder_dims(c) | {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.intermediate_size}
+        return decoder_dims(c) | {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.intermediate_size, "qk": 2}
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:

@@ -197,48 +197,71 @@ class AddRmsNorm(Op):
 
 
 class SquareSum(Op):
-    """x [T, N, D] -> f32[T]: the sum of the squares of a row; pending where heads or their width are sharded."""
+    """x_i [T, N_i, D], one or several -> f32[T, M]: of each, the sum of the squares of a row; attr `dim` names M.
+
+    Pending where heads or their width are sharded; of an operand that is whole where another is sharded, the first rank counts.
+    """
 
     name = "square_sum"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        return [("f32", ins[0].names[:1])]
+        if len({x.names[0] for x in ins}) > 1:
+            raise RuleError("P004", f"square_sum of {', '.join(map(str, ins))}: the rows are not the same")
+        return [("f32", (ins[0].names[0], attrs["dim"]))]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        if states[0].startswith("P"):
+        row = ins[0].names[0]
+        if any(s.startswith("P") for s in states):
             raise refuse("square_sum", axis, states, ins, "the square of a sum is not the sum of squares", "P011",
                          example="2 ranks: 3^2 + 4^2 is not (3 + 4)^2")  # fmt: skip
-        return [{"R": "R", ins[0].names[0]: ins[0].names[0]}.get(states[0], "P")]
+        if row in states and set(states) != {row}:
+            raise refuse("square_sum", axis, states, ins, f"{row} is sharded on one operand and whole on another")
+        return [states[0] if set(states) <= {"R"} or row in states else "P"]
 
-    def reference(self, x: Tensor) -> Tensor:
-        return wide(x).flatten(1).pow(2).sum(-1)
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        if sizes[attrs["dim"]] != len(ins):
+            raise RuleError("P004", f"square_sum of {len(ins)} operands into {attrs['dim']}={sizes[attrs['dim']]}")
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        own = [{a for d in x.dims[1:] for a in d.axes} for x in ins]
+        every = at.plan.mesh.ordered(tuple(set().union(*own)))
+        first = [at.plan.mesh.index(at.rank, tuple(a for a in every if a not in mine)) == 0 for mine in own]
+        return {"counted": tuple(first)}
+
+    def reference(self, *xs: Tensor, counted: tuple[bool, ...]) -> Tensor:
+        sums = [wide(x).flatten(1).pow(2).sum(-1) for x in xs]
+        return torch.stack([s if count else torch.zeros_like(s) for s, count in zip(sums, counted)], -1)
 
 
 class RmsScale(Op):
-    """x [T, N, D], squares f32[T], w [N, D] -> x * rsqrt(squares / (N D) + eps) * w: the RMS norm of whole rows, from the sum of
-    their squares. N D counts all heads, and no padding; rounded as rms_norm is."""
+    """x [T, N, D], squares f32[T, M], w [N, D] -> x * rsqrt(squares[:, index] / (N D) + eps) * w: the RMS norm of whole rows, from
+    the sums of their squares. N D counts all heads, and no padding; rounded as rms_norm is."""
 
     name = "rms_scale"
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, squares, w = ins
-        if squares.names != x.names[:1] or w.names != x.names[1:]:
+        if squares.names[:1] != x.names[:1] or len(squares.names) != 2 or w.names != x.names[1:]:
             raise RuleError(
-                "P004", f"rms_scale of {x} by {squares} and {w}: the dims do not meet as [t n d], [t], [n d]"
+                "P004", f"rms_scale of {x} by {squares} and {w}: the dims do not meet as [t n d], [t m], [n d]"
             )
         return [(x.dtype, x.names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        return [pointwise_rule("rms_scale", axis, states, ins, ins[0].names)]
+        return [pointwise_rule("rms_scale", axis, states, ins, ins[0].names, closed=ins[1].names[1:])]
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        return {"eps": attrs["eps"], "count": math.prod(at.logical[d] for d in ins[2].names)}
+        return dict(attrs) | {"count": math.prod(at.logical[d] for d in ins[2].names)}
 
-    def reference(self, x: Tensor, squares: Tensor, w: Tensor, *, eps: float, count: int) -> Tensor:
-        normed = wide(x) * torch.rsqrt(squares / count + eps)[:, None, None]
+    def reference(self, x: Tensor, squares: Tensor, w: Tensor, *, eps: float, index: int, count: int) -> Tensor:
+        normed = wide(x) * torch.rsqrt(squares[:, index] / count + eps)[:, None, None]
         return (w.view(x.shape[1:]) * normed.to(torch.promote_types(x.dtype, w.dtype))).to(x.dtype)
 
 

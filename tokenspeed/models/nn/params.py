@@ -5,7 +5,7 @@ Invariant: a declaration names dims and axes only; extents come from the model's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
@@ -164,11 +164,11 @@ class RMSNorm(Param):
         return apply("rms_norm", [x, f"@{self.path}"], eps=self.eps)
 
 
-def norm_over(x: Any, w: Weight, eps: float, rows: str = "t@dp") -> Any:
-    """RMS norm of [T, n, d] over all heads, weighed by w "n@tp*d": the one number a row that ranks exchange is the sum of its
-    squares, which stands whole on every rank of `rows`."""
-    squares = place(apply("square_sum", [x]), rows)
-    return apply("rms_scale", [x, squares, w.ref()], eps=eps)
+def norm_over(xs: Sequence[Any], ws: Sequence[Weight], eps: float, dim: str, rows: str = "t@dp") -> tuple[Any, ...]:
+    """RMS norms of several [T, n, d], each over all its heads and weighed by its w "n@tp*d". What ranks exchange is the sum of
+    squares of each, side by side in a dim that counts them (`dim`), which stand whole on every rank of `rows`."""
+    squares = place(apply("square_sum", xs, dim=dim), f"{rows} {dim}")
+    return tuple(apply("rms_scale", [x, squares, w.ref()], eps=eps, index=i) for i, (x, w) in enumerate(zip(xs, ws)))
 
 
 class Rope(Param):
