@@ -25,6 +25,7 @@ COMMANDS = {
     "compile": Command("tokenspeed.cli.compile", "compile a model for a deployment plan into an artifact"),
     "explain": Command("tokenspeed.cli.explain", "show every collective of an artifact and why it is there"),
     "calibrate": Command("tokenspeed.cli.calibrate", "measure this machine for the compiler's cost model"),
+    "kernels": Command("tokenspeed.cli.kernels", "list the kernels, say which one a request gets, verify them"),
     "serve": Command("tokenspeed.cli.serve", "serve a model over OpenAI's HTTP interface"),
     "chat": Command("tokenspeed.cli.chat", "talk to a model, here or behind a URL"),
     "env": Command("tokenspeed.cli.env", "print versions, devices and settings, for a bug report"),

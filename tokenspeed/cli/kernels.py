@@ -1,0 +1,159 @@
+"""`tokenspeed kernels`: the registered kernels, which of them a request gets and why, and whether they compute what they should.
+
+kernels list                         every kernel: family, mode, solution, targets, verified here or not
+kernels explain FAMILY MODE          every candidate for a request, the chosen one first, the others with their reasons
+kernels verify                       this machine's CPU kernels against the references; kept for `list`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.runtime.options import OptionError
+
+RECORD = "verified-kernels.json"  # in the cache: kernel name -> source hash that was verified
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The three things to ask for, each with its own flags."""
+    asked = parser.add_subparsers(dest="what", required=True, metavar="list|explain|verify")
+    every = asked.add_parser("list", help="every registered kernel")
+    every.add_argument(
+        "--json", action="store_true", help='{"kernels": [{family, mode, solution, name, targets, verified}]}'
+    )
+    why = asked.add_parser("explain", help="which kernel a request gets, and why the others do not")
+    why.add_argument("family", help="for example gemm")
+    why.add_argument("mode", help="for example linear")
+    why.add_argument(
+        "--formats", default="", metavar="ROLE=FORMAT,..", help="for example x=bfloat16,w=q4_1,out=bfloat16"
+    )
+    why.add_argument("--facts", default="", metavar="NAME=N,..", help="what is known of the bucket: tokens=8,k=4096")
+    why.add_argument("--device", default="cpu", help="cpu, cuda (this machine's), or an architecture: cuda:90")
+    why.add_argument(
+        "--objective", default="default", help="default, latency, throughput, portability, determinism, debug"
+    )
+    verify = asked.add_parser("verify", help="check this machine's CPU kernels against their references")
+    verify.add_argument("--json", action="store_true", help="print what was checked as JSON")
+    for sub in (every, verify):
+        sub.add_argument("--cache", default="~/.cache/tokenspeed", help="where it is kept which kernels were verified")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where a kernel does not compute what its op means. OptionError for a request that cannot be."""
+    if args.what == "explain":
+        return _explain(args)
+    return _verify(args) if args.what == "verify" else _list(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from tokenspeed.kernels.registry import default_registry
+
+    known = _record(args.cache)
+    rows = [
+        {
+            "family": k.family, "mode": k.mode, "solution": k.solution, "name": k.name, "targets": _targets(k),
+            "verified": known.get(k.name) == k.source_hash,
+        }
+        for k in sorted(default_registry(), key=lambda k: (k.family, k.mode, -k.priority, k.name))
+    ]  # fmt: skip
+    if args.json:
+        print(json.dumps({"kernels": rows}, indent=1))
+        return 0
+    for r in rows:
+        mark = "verified" if r["verified"] else ""
+        print(
+            f"{r['family'] + '/' + r['mode']:34} {r['solution']:10} {', '.join(r['targets']):18} {mark:9} {r['name']}"
+        )
+    return 0
+
+
+def _targets(k: Any) -> list[str]:
+    c = k.capability
+    if c.device != "cuda":
+        return [" ".join((c.device, *sorted(c.features - {"cpu_extension"})))]
+    return [f"sm_{c.min_arch}" if c.max_arch == c.min_arch else f"sm_{c.min_arch}+"]
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from tokenspeed.kernels.ops import OPS
+    from tokenspeed.kernels.select import SelectionError, explain
+
+    by_key = {op.key: op.name for op in OPS.values()}
+    op = by_key.get(f"{args.family}/{args.mode}")
+    if op is None:
+        of_family = sorted(key.partition("/")[2] for key in by_key if key.startswith(f"{args.family}/"))
+        known = ", ".join(of_family or sorted({key.partition("/")[0] for key in by_key}))
+        raise OptionError(f"no op is {args.family}/{args.mode}; known {'modes' if of_family else 'families'}: {known}")
+    formats = _pairs("--formats", args.formats)
+    facts: dict[str, Any] = {
+        name: _number("--facts", name, value) for name, value in _pairs("--facts", args.facts).items()
+    }
+    try:
+        found = explain(op, signature=formats, traits=facts, device=args.device, objective=args.objective)
+    except SelectionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (ValueError, KeyError) as error:
+        raise OptionError(str(error)) from None
+    for c in found:
+        if c.chosen_by:
+            print(f"{c.spec.name}  <- chosen by {c.chosen_by} (priority {c.spec.priority})")
+        elif c.eligible:
+            print(f"{c.spec.name}  could run it (priority {c.spec.priority})")
+        else:
+            print(f"{c.spec.name}  {'; '.join(c.reasons)}")
+    return 0
+
+
+def _pairs(flag: str, text: str) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for part in (p.strip() for p in text.split(",") if p.strip()):
+        name, equals, value = part.partition("=")
+        if not equals or not name or not value:
+            raise OptionError(f"{flag} has {part!r}: write NAME=VALUE, several with commas")
+        out[name] = value
+    return out
+
+
+def _number(flag: str, name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise OptionError(f"{flag} {name} is {value!r}: expected a whole number") from None
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tokenspeed.compiler.rulecheck_kernels import check
+    from tokenspeed.kernels.registry import default_registry
+
+    report = check()
+    bad = sorted({line.partition(",")[0].partition(":")[0] for line in report.unsound})
+    good = sorted(report.kernels - set(bad))
+    registry = default_registry()
+    known = _record(args.cache) | {name: registry.get(name).source_hash for name in good}
+    path = Path(args.cache).expanduser() / RECORD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({k: v for k, v in known.items() if k not in bad}, indent=1, sort_keys=True) + "\n")
+    if args.json:
+        print(json.dumps(report.summary() | {"verified": good, "wrong": report.unsound}, indent=1))
+    else:
+        for name in good:
+            print(f"verified  {name}")
+        for line in report.unsound:
+            print(f"WRONG     {line}")
+        print(f"{len(good)} kernels compute what their references do, on {report.rules} placements; kept in {path}")
+    return 1 if bad else 0
+
+
+def _record(cache: str) -> dict[str, str]:
+    """What was verified; nothing where there is no record or one that cannot be read."""
+    path = Path(cache).expanduser() / RECORD
+    try:
+        held: object = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(k): str(v) for k, v in held.items()} if isinstance(held, dict) else {}
