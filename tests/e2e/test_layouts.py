@@ -51,10 +51,17 @@ def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
         return [r.token_ids for kind in kinds for r in engine.generate(input_ids=prompts, sampling_params=kind)]
 
 
-def test_experts_on_every_rank_give_the_tokens_of_one(tmp_path: Path) -> None:
-    model = write_tiny(tmp_path / "model", "qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("kind", "axes", "over"),
+    [
+        ("qwen3_moe", "ep=dp,etp=tp", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
+        ("deepseek_v3", "ep=dp*tp,se=1", {}),
+    ],
+)
+def test_experts_on_every_rank_give_the_tokens_of_one(tmp_path: Path, kind: str, axes: str, over: dict) -> None:
+    model = write_tiny(tmp_path / "model", kind, **over)
     one = sampled(model, "", "")
-    assert sampled(model, "dp=2,tp=2", "ep=dp,etp=tp") == one
+    assert sampled(model, "dp=2,tp=2", axes) == one
 
 
 def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
