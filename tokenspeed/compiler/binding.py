@@ -19,7 +19,7 @@ FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"
 Request = tuple[str, dict[str, str], dict[str, int]]  # registry op, role -> format, facts
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call: operands and results by their names in the whole program; `kinds` says of each operand that is a parameter
     which kind it is ("" for a value)."""

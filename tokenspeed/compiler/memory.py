@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenspeed.ir.errors import VerifyError
 
 ALIGN = 64  # bytes; a cache line and a full vector register
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     nbytes: int
     birth: int  # index of the node that writes it
     death: int  # index of the last node that reads it

@@ -33,7 +33,7 @@ FIXED = {"p": PARAM_WORDS, "top": TOP_LOGPROBS}
 _OF_PORTS = {"l": 1, "slots": 1, "states": 1, "r": 1}
 
 
-@dataclass
+@dataclass(slots=True)
 class View:
     """Where a value lies: in a storage or a port, from element `start` on."""
 
@@ -48,7 +48,7 @@ class View:
         return self.stride or contiguous(self.shape)
 
 
-@dataclass
+@dataclass(slots=True)
 class Storage:
     """A piece of the arena: what it holds side by side, and the first and last call that touch it."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.spec import Factor, Spec, SpecDim
@@ -16,8 +17,7 @@ from tokenspeed.ir.spec import Factor, Spec, SpecDim
 ROW_DIMS = ("t", "s")  # tokens; request rows
 
 
-@dataclass(frozen=True, slots=True)
-class Dim:
+class Dim(NamedTuple):
     name: str
     axes: Axes = ()
 
@@ -30,16 +30,6 @@ class Type:
     kind: str = "sum"  # of `pending`: sum, max, min, lse, argmax, topk, or varying (of no meaning)
     index: Dim | None = None  # the values are row numbers of this dim
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Type)
-            and self.dims == other.dims
-            and self.pending == other.pending
-            and self.dtype == other.dtype
-            and self.kind == other.kind
-            and self.index == other.index
-        )
 
     def __hash__(self) -> int:
         """Kept: the passes look a type up many times more often than they make one."""

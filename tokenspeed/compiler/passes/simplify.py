@@ -74,6 +74,7 @@ class _Work:
     ) -> None:
         self.nodes, self.types, self.results = list(nodes), dict(types), list(results)
         self.params, self.repairs = params, repairs
+        self.priced: dict[int, tuple[Node, float]] = {}  # by id; a node is kept with its price
 
     def run(self) -> None:
         before = self.cost()
@@ -90,6 +91,11 @@ class _Work:
 
     def price(self, n: Node) -> float:
         """us of a redistribution, or of the bytes that an op of the main list moves; calls are not changed here."""
+        if id(n) not in self.priced:
+            self.priced[id(n)] = n, self._price(n)
+        return self.priced[id(n)][1]
+
+    def _price(self, n: Node) -> float:
         if n.op == "call":
             return 0.0
         if _moves(n):
@@ -131,8 +137,9 @@ class _Work:
         return False
 
     def drop(self) -> bool:
+        read = {v for n in self.nodes for v in n.inputs}.union(self.results)
         for i, n in enumerate(self.nodes):
-            if _moves(n) and n.outputs[0] not in self.results and not self.readers(n.outputs[0]):
+            if _moves(n) and n.outputs[0] not in read:
                 del self.nodes[i], self.types[n.outputs[0]]
                 return True
         return False

@@ -59,6 +59,7 @@ class Solution:
     repairs: Repairs
     values: dict[str, Value]
     coded: dict[Any, Any] = field(default_factory=dict)
+    asked: dict[Any, RunnerUp | None] = field(default_factory=dict)
 
     def runner_up(self, value: str, consumer: int) -> RunnerUp | None:
         """None where the types of this edge are the only ones any plan can have. `consumer`: a flat node, or RESULT."""
@@ -70,6 +71,14 @@ class Solution:
             return None
         pair = list(dict.fromkeys(pair))
         totals = e.marginal(pair)
+        key = (v.key[0], v.key[j + 1], *(e.chosen[i] for i in pair), v.maker in pair, totals.tobytes())
+        if key not in self.asked:  # equal layers have equal totals
+            self.asked[key] = self._other(v, j, consumer, pair, totals)
+        return self.asked[key]
+
+    def _other(self, v: Value, j: int, consumer: int, pair: list[int], totals: np.ndarray) -> RunnerUp | None:
+        """The best of the totals in which edge j of the value has other types than those chosen."""
+        e = self.elimination
         sources, targets = self._codes(v, j)
         if len(pair) == 2:
             other = (sources[:, None] != sources[e.chosen[v.maker]]) | (targets != targets[e.chosen[consumer]])
