@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,26 @@ def test_weights_and_cache_are_as_large_as_published(model: str) -> None:
     m = compiled(model).result.weights
     assert sum(math.prod(m.extent(s)) for e in m.distinct() for s in e.segments) == weights
     assert cache_bytes(compiled(model).result.programs["gumbel", 1], "slots") == cache
+
+
+def _of_layer(text: str, i: int) -> list[str]:
+    """The lines that make values of layer i, layers counted from it."""
+    mine = [line.partition("   ;")[0] for line in text.splitlines() if line.startswith(f"  %layers.{i}.")]
+    return [re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - i:+}", line) for line in mine]
+
+
+@pytest.mark.parametrize("calibration", ["cpu", "h200"])
+def test_equal_layers_choose_alike(calibration: str) -> None:
+    """Of many plans of one price each layer takes the same: only the ends of the stack may differ."""
+    c = config("deepseek-v3") | {"num_hidden_layers": 30}
+    r = compile_model(
+        find_family("DeepseekV3ForCausalLM"), c, mesh="dp=4,tp=2", axes="ep=dp*tp,se=1", dtype="bfloat16", cache_dtype="bfloat16",
+        buckets=[1, 4, 16, 64, 256, 2048], variants=["gumbel"], calibration=calibration,
+    ).result  # fmt: skip
+    for (_, t), text in r.texts.items():
+        layers = [_of_layer(text, i) for i in range(8, 24)]
+        assert layers[0] and all(layer == layers[0] for layer in layers), t
+    assert len(r.bodies) < 6
 
 
 @pytest.mark.parametrize(
