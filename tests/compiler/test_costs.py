@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.cli import main
 from tokenspeed.compiler.costs import SHARES, load_costs, parse_costs
+from tokenspeed.compiler.passes.repair import TIE
 from tokenspeed.ir.errors import PlanError
 
 TABLE: dict[str, Any] = {
@@ -30,6 +32,16 @@ def test_a_measured_table_compiles(tmp_path: Path, capsys: pytest.CaptureFixture
         assert costs.collective(op, 2, 1 << 20) > costs.collective(op, 2, 1 << 10) > alpha
     r = compile_tiny(tiny(), "tp=2", "", [(8, 4)], costs, ("gumbel",))
     assert r.explain["gumbel.t8"]["collectives"] >= 5
+
+
+@pytest.mark.parametrize("table", ["cpu", "h200"])
+def test_prices_add_up_alike_in_any_order(table: str) -> None:
+    """So plans of one price are found to be of one price, and the solver's ties are ties."""
+    costs, rng = load_costs(table), random.Random(3)
+    prices = [costs.collective(op, n, rng.uniform(1, 1e9)) for op in SHARES for n in (2, 4, 8) for _ in range(40)]
+    prices += [costs.compute(rng.uniform(1, 1e9), rng.uniform(1, 1e12), 3) + TIE for _ in range(40)]
+    shuffled = rng.sample(prices, len(prices))
+    assert sum(prices) == sum(reversed(prices)) == sum(shuffled)
 
 
 @pytest.mark.parametrize("words", [["--ranks", "1"], ["--ranks", "two"], ["--runs", "0"]])

@@ -42,6 +42,9 @@ def test_programs_vary() -> None:
         "bias=",
         "select_rows",
         "argmax:vp",
+        "experts(",
+        "groups=4",
+        "self.bias)",
     ):
         assert part in text, part
 

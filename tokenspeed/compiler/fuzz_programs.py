@@ -225,6 +225,23 @@ def _leaf(rng: random.Random, name: str) -> Body:
     return Body(name, True, rows, given, tuple(g.statements), result, given.spec(rows), g.values[result].spec(rows))
 
 
+def _experts(rng: random.Random, name: str) -> Body:
+    """A leaf of routed experts on one axis, the width of each on another or whole; scores, groups and a bias at random."""
+    over, inner = rng.sample(AXES, 2)
+    width = f"g@{inner}" if rng.random() < 0.5 else "g"
+    groups = rng.choice(("", ', score="sigmoid"', ", groups=4, top_groups=2, group_best=2, normalise=False, scale=1.5"))
+    bias, given = (", self.bias" if rng.random() < 0.5 else ""), Kind()
+    weights = (
+        f'Linear("h -> e", dtype="f32"), Weight("e", dtype="f32"), Experts("e@{over} h -> {width} | {width}"), '
+        f'Experts("e@{over} {width} -> h")'
+    )
+    routed = f"route(self.router({{0}}), Routing(2{groups}){bias})"
+    text = f"experts({{0}}, *{routed}, self.up, self.down)"
+    whole = Statement("y", text, ("x",), given, ("router, self.bias, self.up, self.down", weights))
+    out = f"t* h +{over}?" + (f" +{inner}" if "@" in width else "")
+    return Body(name, True, "t*", given, (whole,), "y", "t* h", out)
+
+
 def _composite(rng: random.Random, name: str, callees: list[Body], root: bool) -> Body:
     """Residual joins, calls, norms and scales over streams [t, h]; every statement's result is a stream like its operands."""
     kind, values, statements = Kind(), ["x", "y"] if root else ["x"], []
@@ -266,13 +283,16 @@ def generate(seed: int) -> Fuzzed:
     """The program of one seed: one to three leaves, perhaps a composite around some of them, the root."""
     rng = random.Random(seed)
     bodies = [_leaf(rng, f"Leaf{i}") for i in range(rng.randrange(1, 4))]
+    if (own := random.Random(f"experts {seed}")).random() < 0.15:
+        bodies.append(_experts(own, "Sparse"))
     callees = list(bodies)
     if rng.random() < 0.5:
         bodies.append(_composite(rng, "Inner", rng.sample(callees, rng.randrange(1, len(callees) + 1)), False))
         callees = [*callees, bodies[-1]]
     bodies.append(_composite(rng, "Root", callees, True))
     rows = rng.choice((1, 2, 3, 4, 8, 12))
-    extents = (("h", rng.choice((5, 6))), ("f", rng.choice((8, 10))), ("n", rng.choice((3, 4))), ("d", 2), ("v", 11))
+    extents = (("h", rng.choice((5, 6))), ("f", rng.choice((8, 10))), ("n", rng.choice((3, 4))), ("d", 2), ("v", 11),
+               ("e", 24), ("k", 2), ("g", 4))  # fmt: skip
     return Fuzzed(tuple(bodies), rng.choice(PLANS), (rows, rng.choice((1, rows))), rng.random() < 0.4, seed, extents)
 
 
