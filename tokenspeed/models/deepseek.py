@@ -7,6 +7,7 @@ from tokenspeed.models.nn import (
     MLP,
     Batch,
     Config,
+    ConfigError,
     Embed,
     Head,
     HeadLinear,
@@ -75,6 +76,10 @@ class CausalLM(Module):
         c.refuse("hidden_act", ("silu",), "this family's MLP is silu(gate) * up")
         c.refuse("attention_bias", (False,), "this family's projections have no bias")
         c.refuse("moe_layer_freq", (1,), "every layer behind the dense first ones has experts")
+        if c.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim={c.qk_rope_head_dim}: rotary position embedding turns pairs, so it must be even"
+            )
         self.rope = Rope(c.qk_rope_head_dim, c.max_position_embeddings, c.rope_parameters, self.pairs(c))
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         dense = c.get("first_k_dense_replace", 0)

@@ -105,7 +105,7 @@ class CausalLM(Module):
         c.refuse("attention_bias", (False,), "this family's projections have no bias")
         c.refuse("attn_output_gate", (True,), "this family's attention passes a gate")
         c.refuse("output_gate_type", ("swish", "silu"), "a delta net's norm is gated by silu")
-        self.rope = Rope(rotary_dim(c), c.max_position_embeddings, c.rope_parameters)
+        self.rope = Rope(c.rotary_dim(), c.max_position_embeddings, c.rope_parameters)
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         self.layers = [
             Layer(c, DeltaNet(c) if recurrent else GatedAttention(c, self.rope), self.mlp(c, i))
@@ -138,15 +138,6 @@ class CausalLM(Module):
         return state_names(c) | expert_names() | {"layers.{i}.mixer.proj": " | ".join(heads)}
 
 
-def rotary_dim(c: Config) -> int:
-    """Values of a head that the rotation turns."""
-    part = c.rope_parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor", 1.0)
-    dim = int(c.head_dim * float(part))
-    if dim < 2 or dim % 2:
-        raise ConfigError(f"partial_rotary_factor={part} turns {dim} of {c.head_dim} values of a head: it must be even")
-    return dim
-
-
 def recurrent_layers(c: Config) -> list[bool]:
     """Which layers are of the delta rule: those that `layer_types` names, or all but every `full_attention_interval`-th."""
     every = c.get("full_attention_interval", 4)
@@ -160,6 +151,8 @@ def state_dims(c: Config) -> dict[str, int]:
         if many % few:
             raise ConfigError(f"{name}={many} is not a multiple of the {few} heads that its groups share")
     taps = c.linear_conv_kernel_dim
+    if taps < 2:
+        raise ConfigError(f"linear_conv_kernel_dim={taps} sees no token before its own: it must be 2 or more")
     return {
         "h": c.hidden_size, "n": n, "kv": kv, "d": c.head_dim, "v": c.vocab_size, "hk": hk, "hv": hv,
         "dk": c.linear_key_head_dim, "dv": c.linear_value_head_dim, "taps": taps, "past": taps - 1,

@@ -40,6 +40,8 @@ _WIDTHS = (
     ("moe_intermediate_size", 4), ("shared_expert_intermediate_size", 4), ("num_experts", 2), ("num_local_experts", 2),
 )  # fmt: skip
 
+_ROPES = ("rope_scaling", "rope_parameters")
+
 #: configuration fields that are cut to these, where they are larger; `ranks` keeps what divides dividing
 _DEPTH, _WIDTH, _POSITIONS = "num_hidden_layers", "head_dim", "max_position_embeddings"
 #: what no axis splits, and the first layers that are unlike the rest: one of each kind is left
@@ -87,12 +89,34 @@ def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         out["full_attention_interval"] = min(config["full_attention_interval"], 2)
     if isinstance(config.get("n_routed_experts"), int):
         out["n_routed_experts"] = _experts(config["n_routed_experts"], config.get("n_group") or 1, ranks)
+    _fewer_a_token(config, out)
     if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
         head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
-        out[_WIDTH] = min(head, 8)
+        ropes = [r for name in _ROPES if isinstance(r := config.get(name), dict)]
+        part = next((float(p) for r in (*ropes, config) if (p := r.get("partial_rotary_factor"))), 1.0)
+        fit = (w for w in range(8, head, 8) if int(w * part) >= 2 and int(w * part) % 2 == 0)
+        out[_WIDTH] = min(head, next(fit, head))
         if isinstance(turned := config.get("rotary_dim"), int):
             out["rotary_dim"] = max(turned * out[_WIDTH] // head // 2 * 2, 2)
+        turns = out.get("qk_rope_head_dim") or out.get("rotary_dim") or int(out[_WIDTH] * part)
+        cut = {name: _shorter(r, turns // 2) for name in _ROPES if isinstance(r := config.get(name), dict)}
+        out |= {name: r for name, r in cut.items() if r != config[name]}
     return out
+
+
+def _fewer_a_token(config: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """No more experts a token than the reduced model has in the groups that are kept."""
+    left = next((out[n] for n in ("n_routed_experts", "num_experts", "num_local_experts") if n in out), 0)
+    if config.get("n_group") and config.get("topk_group"):
+        left = left // config["n_group"] * config["topk_group"]
+    if left and isinstance(k := config.get("num_experts_per_tok"), int) and k > left:
+        out["num_experts_per_tok"] = left
+
+
+def _shorter(rope: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Rope parameters with lists of divisors cut to `count`, also those of kinds of layers."""
+    cut = lambda v: v[:count] if isinstance(v, list) else _shorter(v, count) if isinstance(v, dict) else v  # noqa: E731
+    return {name: cut(value) for name, value in rope.items()}
 
 
 def _experts(n: int, groups: int, ranks: int) -> int:

@@ -27,9 +27,12 @@ _COUNTS = frozenset({
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size",
+    "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size", "rotary_dim",
 })  # fmt: skip
+_LISTS = frozenset({"layer_types", "mlp_only_layers"})
+_WHOLE = frozenset({"first_k_dense_replace", "num_nextn_predict_layers"})  # or none
 _POSITIVE = frozenset({
+    "partial_rotary_factor", "attention_factor",
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
     "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings", "routed_scaling_factor",
     "beta_fast", "beta_slow",
@@ -41,11 +44,16 @@ def checked(name: str, value: Any) -> Any:
     if value is None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name in _COUNTS and not (number and value == value // 1 and 0 < value < 1 << 31):
-        raise ConfigError(f"{name} is {value!r} in config.json: it must be a whole number from 1 on")
+    if name in _COUNTS or name in _WHOLE:
+        least = 1 if name in _COUNTS else 0
+        if not (number and value == value // 1 and least <= value < 1 << 31):
+            raise ConfigError(f"{name} is {value!r} in config.json: it must be a whole number from {least} on")
+        return int(value)
     if name in _POSITIVE and not (number and 0 < value < float("inf")):
         raise ConfigError(f"{name} is {value!r} in config.json: it must be a positive number")
-    return int(value) if name in _COUNTS else value
+    if name in _LISTS and not isinstance(value, list):
+        raise ConfigError(f"{name} is {value!r} in config.json: it must be a list")
+    return value
 
 
 def yarn_scale(factor: float, by: float = 1.0) -> float:
