@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenspeed.kernels.attention import triton as portable
-from tokenspeed.kernels.attention.softmax import part_of
+from tokenspeed.kernels.attention.softmax import merged, part_of, settled
 from tokenspeed.kernels.launch import has_chunks, launch, power_of_2, processors, scratch
 
 ROWS = 128  # tokens times packed query heads of a tile: two warpgroups of 64
@@ -331,20 +331,8 @@ def merge(
     index = head * GROUP + query
     column = tl.arange(0, D)
     at = (token.to(tl.int64) * heads + index) * parts
-    acc = tl.zeros([MERGED, D], tl.float32)
-    total = tl.zeros([MERGED], tl.float32)
-    most = tl.full([MERGED], float("-inf"), tl.float32)
-    for other in range(used):
-        peak = tl.load(stats + (at + other) * 2, mask=mine, other=float("-inf"))
-        mass = tl.load(stats + (at + other) * 2 + 1, mask=mine, other=0.0)
-        piece = tl.load(partial + (at + other)[:, None] * D + column[None, :], mask=mine[:, None], other=0.0)
-        joint = tl.maximum(most, peak)
-        pivot = tl.where(joint == float("-inf"), 0.0, joint)
-        old, new = tl.exp2(most - pivot), tl.exp2(peak - pivot)
-        acc = acc * old[:, None] + piece * new[:, None]
-        total = total * old + mass * new
-        most = joint
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc, total, most = merged(partial, stats, at, used, column, mine, mine[:, None], MERGED, D, D)
+    result = settled(acc, total, most, stats, index, mine, False)
     target = out + token.to(tl.int64)[:, None] * out_token + index.to(tl.int64)[:, None] * out_head + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mine[:, None])
 

@@ -66,6 +66,29 @@ def span(
 
 
 @triton.jit
+def merged(
+    partial, stats, at, used, column, mine, inside, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """(acc, total, most) of ROWS rows from the `used` parts of their contexts, in order; the first lies in cell `at` of each.
+    Read past L1: other programs wrote them."""
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    for other in range(used):
+        cell = at + other
+        peak = tl.load(stats + cell * 2, mask=mine, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(stats + cell * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
+        piece = tl.load(partial + cell[:, None] * D + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        joint = tl.maximum(most, peak)
+        pivot = tl.where(joint == float("-inf"), 0.0, joint)
+        old, new = tl.exp2(most - pivot), tl.exp2(peak - pivot)
+        acc = acc * old[:, None] + piece * new[:, None]
+        total = total * old + mass * new
+        most = joint
+    return acc, total, most
+
+
+@triton.jit
 def settled(acc, total, most, sinks, index, live, SINKS: tl.constexpr):
     """acc over its denominator. SINKS: those of heads `index` are a part of it."""
     if SINKS:

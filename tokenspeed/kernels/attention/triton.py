@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.arguments import CODE, fail
 from tokenspeed.kernels.attention.decode import decode_part
-from tokenspeed.kernels.attention.softmax import part_of, settled, span
+from tokenspeed.kernels.attention.softmax import merged, part_of, settled, span
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import even_splits, has_chunks, launch, power_of_2, processors, scratch
 
@@ -170,21 +170,7 @@ def attend_tile(
             if tl.atomic_add(counter + first * KV + head, 1, sem="acq_rel") != used - 1:
                 return
             tl.store(counter + first * KV + head, 0)
-            acc = tl.zeros([ROWS, WIDTH], tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            most = tl.full([ROWS], float("-inf"), tl.float32)
-            for other in range(used):
-                peak = tl.load(stats + (at + other) * 2, mask=mine, other=float("-inf"), cache_modifier=".cg")
-                mass = tl.load(stats + (at + other) * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
-                piece = tl.load(
-                    partial + (at + other)[:, None] * D + column[None, :], mask=inside, other=0.0, cache_modifier=".cg"
-                )
-                joint = tl.maximum(most, peak)
-                pivot = tl.where(joint == float("-inf"), 0.0, joint)
-                old, new = tl.exp2(most - pivot), tl.exp2(peak - pivot)
-                acc = acc * old[:, None] + piece * new[:, None]
-                total = total * old + mass * new
-                most = joint
+            acc, total, most = merged(partial, stats, at, used, column, mine, inside, ROWS, D, WIDTH)
     tl.store(o_at, settled(acc, total, most, sinks, index, mine, SINKS).to(kind), mask=inside)
 
 
