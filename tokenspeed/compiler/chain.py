@@ -6,7 +6,7 @@ two of its calls keeps them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from tokenspeed.compiler.binding import Call, Request, rows_of, width_of
 from tokenspeed.ir.graph import Node, Program
@@ -15,7 +15,7 @@ MEMBERS = ("linear", "add_rms_norm", "linear_silu_mul", "linear", "add_rms_norm"
 
 
 def chained(calls: list[Call], p: Program, bound: Callable[[Request], bool]) -> list[Call]:
-    """`calls` with every run of MEMBERS replaced whose values are read within it alone."""
+    """`calls` with every run of MEMBERS replaced whose inner values have one reader each."""
     ops = [c.node.op for c in calls]
     takers: dict[str, int] = dict.fromkeys(p.results, 1)
     for c in calls:
@@ -36,21 +36,21 @@ def chained(calls: list[Call], p: Program, bound: Callable[[Request], bool]) -> 
 
 def _fused(run: list[Call], takers: dict[str, int], p: Program) -> Call | None:
     heads, norm1, gated, down, norm2, following = run
-    total = norm1.outputs[0]
     joined = (
-        _other(norm1, heads.outputs[0]) is not None
+        heads.outputs[0] in norm1.inputs[:2]
         and gated.inputs[0] == norm1.outputs[1]
         and down.inputs[0] == gated.outputs[0]
-        and _other(norm2, down.outputs[0]) == total
+        and {norm1.outputs[0], down.outputs[0]} == set(norm2.inputs[:2])
         and following.inputs[0] == norm2.outputs[1]
     )
     inner = (*heads.outputs, *norm1.outputs, *gated.outputs, *down.outputs, norm2.outputs[1])
     plain = not any(c.node.attrs["bias"] for c in (heads, down, following)) and norm1.node.attrs == norm2.node.attrs
     products = (heads, gated, down, following)
     alike = all(c.request[1] == heads.request[1] for c in run)
-    if not joined or not plain or not alike or not _alone(inner, takers):
+    alone = all(takers.get(v, 0) == 1 for v in inner)
+    if not (joined and plain and alike and alone):
         return None
-    before = norm1.inputs.index(_other(norm1, heads.outputs[0]) or "")
+    before = 1 - norm1.inputs.index(heads.outputs[0])
     picks = ((heads, 0), (heads, 1), (norm1, before), (norm1, 2), (gated, 1), (down, 1), (norm2, 2), (following, 1))
     inputs, outputs = [c.inputs[k] for c, k in picks], [norm2.outputs[0], *following.outputs]
     node = Node("linear_chain", tuple(inputs), tuple(outputs), dict(norm1.node.attrs), heads.node.origin)
@@ -62,14 +62,3 @@ def _fused(run: list[Call], takers: dict[str, int], p: Program) -> Call | None:
     request = ("linear_chain", heads.request[1], facts)
     types, kinds = [c.ins[k] for c, k in picks], [c.kinds[k] for c, k in picks]
     return Call(node, types, [norm2.outs[0], *following.outs], inputs, outputs, kinds, request)
-
-
-def _other(norm: Call, branch: str) -> str | None:
-    """What a residual add joins with `branch`; None where it does not read it."""
-    pair = norm.inputs[:2]
-    return pair[1 - pair.index(branch)] if branch in pair else None
-
-
-def _alone(values: Collection[str], takers: dict[str, int]) -> bool:
-    """Whether each of `values` has one reader."""
-    return all(takers.get(v, 0) == 1 for v in values)
