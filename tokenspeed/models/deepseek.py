@@ -53,9 +53,9 @@ class Attention(Module):
 
 
 class Layer(Module):
-    def __init__(self, c: Config, rope: Rope, mlp: Module) -> None:
+    def __init__(self, c: Config, attn: Module, mlp: Module) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
-        self.attn, self.mlp = Attention(c, rope), mlp
+        self.attn, self.mlp = attn, mlp
 
     def forward(self, x: Stream, b: Batch) -> Stream:
         x = x + self.attn(self.norm1(x), b)
@@ -83,7 +83,8 @@ class CausalLM(Module):
         self.rope = Rope(c.qk_rope_head_dim, c.max_position_embeddings, c.rope_parameters, self.pairs(c))
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         dense = c.get("first_k_dense_replace", 0)
-        self.layers = [Layer(c, self.rope, MLP() if i < dense else self.experts(c)) for i in range(c.num_hidden_layers)]
+        mlps = [MLP() if i < dense else self.experts(c) for i in range(c.num_hidden_layers)]
+        self.layers = [Layer(c, Attention(c, self.rope), mlp) for mlp in mlps]
         self.norm = RMSNorm("h", c.rms_norm_eps)
 
     def forward(self, b: Batch) -> TokenIds:

@@ -4,6 +4,7 @@ beside a shared one, picked as DeepSeek V3's are."""
 from __future__ import annotations
 
 from tokenspeed.models.deepseek import CausalLM as DeepseekCausalLM
+from tokenspeed.models.deepseek import Layer
 from tokenspeed.models.llama import Attention as LlamaAttention
 from tokenspeed.models.nn import (
     MLP,
@@ -12,12 +13,10 @@ from tokenspeed.models.nn import (
     Embed,
     Head,
     Linear,
-    Module,
     Partial,
     RMSNorm,
     Rope,
     Sampler,
-    Stream,
     Tokens,
 )
 from tokenspeed.models.nn.decoder import decoder_dims, decoder_names, expert_names
@@ -38,23 +37,14 @@ class Attention(LlamaAttention):
         return self.o(self.attn(q, k, v, b))
 
 
-class Layer(Module):
-    def __init__(self, c: Config, rope: Rope, mlp: Module) -> None:
-        self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
-        self.attn, self.mlp = Attention(c, rope), mlp
-
-    def forward(self, x: Stream, b: Batch) -> Stream:
-        x = x + self.attn(self.norm1(x), b)
-        return x + self.mlp(self.norm2(x))
-
-
 class CausalLM(DeepseekCausalLM):
     def __init__(self, c: Config) -> None:
         c.refuse("hidden_act", ("silu",), "this family's MLP is silu(gate) * up")
         self.rope = Rope(c.rotary_dim(0.5), c.max_position_embeddings, c.rope_parameters)
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         dense = c.get("first_k_dense_replace", 1)
-        self.layers = [Layer(c, self.rope, MLP() if i < dense else self.experts(c)) for i in range(c.num_hidden_layers)]
+        mlps = [MLP() if i < dense else self.experts(c) for i in range(c.num_hidden_layers)]
+        self.layers = [Layer(c, Attention(c, self.rope), mlp) for mlp in mlps]
         self.norm = RMSNorm("h", c.rms_norm_eps)
 
     @staticmethod
