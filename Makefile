@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
@@ -61,16 +62,16 @@ test-asan: install ## the same under AddressSanitizer and UBSan
 test-matrix: install ## the whole product of layouts, pages, chunks, prefix, overlap and retraction
 	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
 
-test-layouts: install ## every model on every legal layout of 2, 4, 6 and 8 ranks in the simulator (about an hour a core)
-	TOKENSPEED_LAYOUTS=full $(BIN)/pytest tests/compiler/test_layouts.py -s
+test-layouts: install ## every model on every legal layout of 2, 4, 6 and 8 ranks in the simulator, on JOBS cores
+	$(BIN)/python -m tests.compiler.layouts --jobs $(JOBS)
 
 rulecheck: install ## re-derive every placement rule by brute force, of ops and of kernels
-	$(BIN)/python -m tokenspeed.ir.rulecheck
-	$(BIN)/python -m tokenspeed.compiler.rulecheck_kernels
+	$(BIN)/python -m tokenspeed.ir.rulecheck --jobs $(JOBS)
+	$(BIN)/python -m tokenspeed.compiler.rulecheck_kernels --jobs $(JOBS)
 
 fuzz: install ## 10,000 random programs, and all mutants of golden programs
-	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000
-	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000
+	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000 --jobs $(JOBS)
+	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000 --jobs $(JOBS)
 
 bench-cpu: install ## decode speed beside transformers and the memory read ceiling
 	$(BIN)/python benchmarks/cpu_decode.py

@@ -1,6 +1,6 @@
 """The program fuzzer: what the compiler makes of a random program on a random plan means what the program means on one rank.
 
-    python -m tokenspeed.compiler.fuzz [--programs N] [--seed S] [--json]
+    python -m tokenspeed.compiler.fuzz [--programs N] [--seed S] [--jobs N] [--json]
 
 Each program is compiled under random prices, so that unusual legal plans are chosen, printed, read back, verified and run
 in the n-rank simulator; every result must equal the one-rank program's. Then one annotation is changed: the compiler must
@@ -14,7 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tokenspeed.compiler.fuzz_programs import AXES, PLANS, Fuzzed, altered, anno
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import random_ports, random_weights, runtime_sizes
 from tokenspeed.ir.errors import TokenSpeedError
+from tokenspeed.ir.jobs import add_jobs, each
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.text import parse_program
@@ -45,6 +46,10 @@ class Outcome:
     rejected: int = 0  # altered programs
     equivalent: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
     def summary(self) -> dict[str, int]:
         return {"programs": self.programs, "ops": self.ops, "skipped": self.skipped, "altered_rejected": self.rejected,
@@ -155,28 +160,32 @@ def shrink(p: Fuzzed, fails: Callable[[Fuzzed], bool]) -> Fuzzed:
     return p
 
 
-def fuzz(programs: int, seed: int = 0, stop_after: int = 5) -> Outcome:
-    """Runs `programs` programs from `seed` on; gives up after `stop_after` failures."""
+def tried(s: int) -> Outcome:
+    """What the program of seed `s` shows, as it is and with one annotation changed."""
+    p = generate(s)
+    out = Outcome(programs=1, ops=p.ops())
+    p, what = fitted(p)
+    if what == "skip":
+        out.skipped = 1
+    elif what:
+        least = shrink(p, lambda q: fault(q)[:8] == what[:8])
+        out.failures = [f"seed {s}, plan {p.plan}, rows {p.rows}: {fault(least)}\n{least.source()}"]
+    else:
+        verdict, changed = altered_fault(p, random.Random(s))
+        out.rejected, out.equivalent = int(verdict == "rejected"), int(verdict == "equivalent")
+        if verdict not in ("rejected", "equivalent"):
+            at = f"seed {s}, plan {p.plan}, rows {p.rows}"
+            out.failures = [f"{at}, one annotation changed: {verdict}\n{changed}"]
+    return out
+
+
+def fuzz(programs: int, seed: int = 0, stop_after: int = 5, jobs: int = 1, label: str = "") -> Outcome:
+    """Runs `programs` programs from `seed` on; gives up after `stop_after` failures. The same for any number of jobs."""
     out = Outcome()
-    for s in range(seed, seed + programs):
-        p = generate(s)
-        out.programs += 1
-        out.ops += p.ops()
-        p, what = fitted(p)
-        if what == "skip":
-            out.skipped += 1
-            continue
-        if what:
-            least = shrink(p, lambda q, w=what: fault(q)[:8] == w[:8])
-            out.failures.append(f"seed {s}, plan {p.plan}, rows {p.rows}: {fault(least)}\n{least.source()}")
-        else:
-            verdict, changed = altered_fault(p, random.Random(s))
-            out.rejected += verdict == "rejected"
-            out.equivalent += verdict == "equivalent"
-            if verdict not in ("rejected", "equivalent"):
-                out.failures.append(
-                    f"seed {s}, plan {p.plan}, rows {p.rows}, one annotation changed: {verdict}\n{changed}"
-                )
+    for one in each(tried, range(seed, seed + programs), jobs, label, chunk=8):
+        out.add(one)
+        for failure in one.failures if label else ():
+            print(failure, file=sys.stderr, flush=True)
         if len(out.failures) >= stop_after:
             break
     return out
@@ -187,11 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=300, help="how many programs (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object of counts")
+    add_jobs(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    out = fuzz(args.programs, args.seed)
-    for failure in out.failures:
-        print(failure, file=sys.stderr)
+    out = fuzz(args.programs, args.seed, jobs=args.jobs, label="fuzz")
     print(json.dumps(out.summary()) if args.json else ", ".join(f"{k} {v}" for k, v in out.summary().items()))
     return 1 if out.failures else 0
 

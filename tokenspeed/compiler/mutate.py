@@ -1,6 +1,6 @@
 """Mutation testing of the compiler's output: the verifier alone must reject every mutant that is not equal to the original.
 
-    python -m tokenspeed.compiler.mutate [--json] [--programs N] [--models NAME,...]
+    python -m tokenspeed.compiler.mutate [--json] [--programs N] [--sample N] [--jobs N]
 
 Mutants of golden programs (decoders, dense and of experts, on six plans each) and of fuzzer programs are printed without
 types, read back and verified. Those that pass are run in the simulator: equal to the original on random contents, they are
@@ -18,21 +18,23 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenspeed.compiler.costs import CostModel, load_costs
-from tokenspeed.compiler.fuzz import OUT_OF_PLAN, compile_source, groups_of, overlap, random_costs
-from tokenspeed.compiler.fuzz_programs import generate
+from tokenspeed.compiler.fuzz import OUT_OF_PLAN, compile_source, groups_of, overlap, random_costs, shrink
+from tokenspeed.compiler.fuzz_programs import PLANS as PLANS_OF_PROGRAMS
+from tokenspeed.compiler.fuzz_programs import Fuzzed, generate
 from tokenspeed.compiler.mutants import Mutant, mutants
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import batch, random_ports, random_weights, runtime_sizes
 from tokenspeed.ir.agreement import Meeting, chain, meet, verify_ranks
 from tokenspeed.ir.errors import TokenSpeedError, VerifyError
 from tokenspeed.ir.graph import Program
+from tokenspeed.ir.jobs import add_jobs, each
 from tokenspeed.ir.meaning import same_bits
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.simulate import Simulator
@@ -104,6 +106,15 @@ class Report:
 
     def count(self, kind: str, column: int) -> None:
         self.by_kind.setdefault(kind, [0, 0, 0])[column] += 1
+
+    def add(self, other: Report) -> None:
+        for f in ("killed", "equivalent", "survivors", "false_rejects", "valid", "codes"):
+            setattr(self, f, getattr(self, f) + getattr(other, f))
+        for kind, counts in other.by_kind.items():
+            self.by_kind[kind] = [a + b for a, b in zip(self.by_kind.get(kind, [0, 0, 0]), counts)]
+
+    def faults(self) -> dict[str, list[str]]:
+        return {"survived": self.survivors, "false reject": self.false_rejects}
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -260,35 +271,59 @@ def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:
     return True
 
 
-def run(
-    programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0,
-    plans: Sequence[tuple[str, str]] | None = None,
-) -> Report:  # fmt: skip
-    """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each;
-    `plans`: of the golden ones, by default those of their family."""
-    report = Report()
-    rng = random.Random(seed)
-    for family in families:
-        for mesh, axes in plans or (MIXED_PLANS if family in EXPERTS else PLANS):
-            for prices in (load_costs("cpu"), load_costs("h200"), random_costs(rng), random_costs(rng)):
-                r = golden(family, mesh, axes, prices)
-                for text in r.texts.values():
-                    _valid(text, f"{family} on {mesh} {axes}", report)
-            for variant in ("gumbel", "full"):
-                if variant == "full" and family != families[0]:
-                    continue
+@dataclass(frozen=True)
+class Task:
+    """One part of the work, which depends on nothing but itself: a golden model on a plan at one of four prices, or, where
+    `family` is empty, the fuzzer program of seed `number`."""
+
+    family: str
+    plan: tuple[str, str]
+    number: int  # of the prices, or the seed of the program
+    full: bool  # whether the full sampler's program is mutated too
+    per_program: int | None
+    seed: int
+
+    def run(self) -> Report:
+        return self.model() if self.family else self.program()
+
+    def model(self) -> Report:
+        """Every program of the model must pass; each mutant of one bucket's must not, or be equal."""
+        report, rng = Report(), random.Random(f"{self.seed} {self.family} {self.plan} {self.number}")
+        prices = load_costs(("cpu", "h200")[self.number]) if self.number < 2 else random_costs(rng)
+        r = golden(self.family, *self.plan, prices)
+        for text in r.texts.values():
+            _valid(text, f"{self.family} on {' '.join(self.plan)}", report)
+        if self.number == 3:
+            for variant in ("gumbel", "full") if self.full else ("gumbel",):
                 original = of_model(r, variant, BUCKETS[0][0])
                 found = list(mutants(original.p, parse_program(r.texts[variant, BUCKETS[1][0]])))
-                for m in _sample(found, per_program, rng):
+                for m in _sample(found, self.per_program, rng):
                     judge(m, original, report)
-    for s in range(seed, seed + programs):
-        p = generate(s)
+        return report
+
+    def program(self) -> Report:
+        """The program must pass; of each tenth, every mutant must not, or be equal."""
+        p = generate(self.number)
+        first = PLANS_OF_PROGRAMS.index(p.plan)
+        for plan in (*PLANS_OF_PROGRAMS[first:], *PLANS_OF_PROGRAMS[:first]):  # the first that the program fits
+            report = self._mutated(q := replace(p, plan=plan))
+            if report.valid or report.false_rejects:
+                break
+        if report.survivors:  # the smallest program of which a mutant of the same kind survives
+            kind = report.survivors[0].partition(":")[0]
+            least = shrink(q, lambda q: any(x.startswith(f"{kind}:") for x in self._mutated(q).survivors))
+            report.survivors[0] += f"\nthe same kind survives on {least.plan} in\n{least.source()}"
+        return report
+
+    def _mutated(self, p: Fuzzed) -> Report:
+        """What the program shows on its plan; nothing where it does not fit it."""
+        report, s, rng = Report(), self.number, random.Random(self.number)
         try:
-            r = compile_source(p.source(), *p.plan, p.rows, random_costs(random.Random(s)))
+            r = compile_source(p.source(), *p.plan, p.rows, random_costs(rng))
         except TokenSpeedError as e:
             if e.code not in OUT_OF_PLAN and not overlap(p):
                 report.false_rejects.append(f"fuzzer program {s}: {e}")
-            continue
+            return report
         (text,) = r.texts.values()
         if _valid(text, f"fuzzer program {s}", report) and s % 10 == 0:
             q, n = parse_program(text), groups_of(p)
@@ -297,8 +332,30 @@ def run(
                 for rows in p.rows
             }
             original = Original(text, random_weights(r.weights, s), random_ports(q, n, s), holes)
-            for m in _sample(list(mutants(q)), per_program, rng):
+            for m in _sample(list(mutants(q)), self.per_program, rng):
                 judge(m, original, report)
+        return report
+
+
+def run(
+    programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0,
+    plans: Sequence[tuple[str, str]] | None = None, jobs: int = 1, label: str = "",
+) -> Report:  # fmt: skip
+    """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each;
+    `plans`: of the golden ones, by default those of their family. The same for any number of jobs."""
+    tasks = [
+        Task(family, plan, number, family == families[0], per_program, seed)
+        for family in families
+        for plan in plans or (MIXED_PLANS if family in EXPERTS else PLANS)
+        for number in (3, 0, 1, 2)
+    ]
+    tasks += [Task("", ("", ""), s, False, per_program, seed) for s in range(seed, seed + programs)]
+    report = Report()
+    for one in each(Task.run, tasks, jobs, label):
+        for title, rows in one.faults().items():
+            for row in rows if label else ():
+                print(f"{title}: {row}", file=sys.stderr, flush=True)
+        report.add(one)
     return report
 
 
@@ -328,12 +385,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="fuzzer programs that must pass (default 2000); each tenth is mutated",
     )
     parser.add_argument("--sample", type=int, default=None, help="mutants tried a program (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    add_jobs(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    report = run(args.programs, per_program=args.sample)
-    for title, rows in (("survived", report.survivors), ("false reject", report.false_rejects)):
-        for row in rows[:20]:
-            print(f"{title}: {row}", file=sys.stderr)
+    report = run(args.programs, per_program=args.sample, seed=args.seed, jobs=args.jobs, label="mutate")
     print(json.dumps(report.summary()) if args.json else "\n".join(f"{k}: {v}" for k, v in report.summary().items()))
     return 1 if report.survivors or report.false_rejects else 0
 

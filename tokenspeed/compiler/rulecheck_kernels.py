@@ -1,6 +1,6 @@
 """Rule discovery for kernels: every declared row of an op, computed by the op's kernels instead of its reference.
 
-    python -m tokenspeed.compiler.rulecheck_kernels [--json]
+    python -m tokenspeed.compiler.rulecheck_kernels [--jobs N] [--json]
 
 A kernel of an op (add_rms_norm and silu_mul among them) must make, on each rank, locals whose meaning is what one rank
 computes, in float32 and within rounding. A kernel of a chain that the op table does not hold must make what the chain's
@@ -23,16 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed.ir.jobs import add_jobs, each
 from tokenspeed.ir.mesh import Mesh
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
-from tokenspeed.ir.rulecheck import Bench, check_products, combinations, declared, homes, reference, row_holds
 from tokenspeed.ir.rulecheck import Report as Rules
+from tokenspeed.ir.rulecheck import check_products, combinations, declared, homes, row_holds
+from tokenspeed.ir.rulecheck_bench import Bench, reference
 from tokenspeed.ir.rulecheck_forms import FORMS, Form
 from tokenspeed.kernels.fused import FUSED
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.kernels.spec import KernelSpec
 
+UNBOUND = {"cross", "reduce", "topk"}  # an alias, and ops without a kernel
 TOLERANCE = 2e-4  # float32 against float64, values of order one
 
 
@@ -107,34 +110,49 @@ def candidates(op: str) -> list[KernelSpec]:
     ]
 
 
-def check(forms: Sequence[Form] = FORMS, kernels: Mapping[str, Sequence[KernelSpec]] | None = None) -> Report:
-    """Every kernel on every declared row of one axis of 2 and 3 ranks, and of their products on 2x2. `kernels`: by op."""
-    start = time.perf_counter()
+def check_form(form: Form, spec: KernelSpec, report: Report) -> None:
+    """A kernel of the form's op on every declared row of one axis of 2 and 3 ranks, and of their products on 2x2."""
+    report.kernels.add(spec.name)
+    run = KernelRun(spec)
+    for home, n in itertools.product(homes(form), (2, 3)):
+        axis = "dp" if home else "x"
+        b = Bench(form, Mesh(((axis, n),)), (axis,) if home else (), n, torch.float32)
+        for combo in combinations(form):
+            ins = b.types([{axis: s} for s in combo])
+            if (outs := declared(b, ins)) is not None:
+                report.rules += 1
+                if not row_holds(b, ins, outs, run, TOLERANCE):
+                    report.unsound.append(f"{spec.name}, {form.name}: {', '.join(combo)} on {n} ranks")
+    rules = Rules()
+    check_products(form, (2, 2), homes(form)[0], rules, run, torch.float32, TOLERANCE)
+    report.rules += rules.rules
+    report.unsound += [f"{spec.name}, {row}" for row in rules.unsound]
+
+
+def _checked(number: int) -> Report:
+    """The kernels of form `number`; past the forms, those of the chains."""
     report = Report()
-    known = {op.name for op in OPS.values()}
-    for form in forms:
-        if form.op not in known or form.op in ("cross", "reduce", "topk"):
-            continue  # an alias, and ops without a kernel
-        for spec in candidates(form.op) if kernels is None else kernels.get(form.op, ()):
-            report.kernels.add(spec.name)
-            run = KernelRun(spec)
-            for home, n in itertools.product(homes(form), (2, 3)):
-                axis = "dp" if home else "x"
-                b = Bench(form, Mesh(((axis, n),)), (axis,) if home else (), n, torch.float32)
-                for combo in combinations(form):
-                    ins = b.types([{axis: s} for s in combo])
-                    if (outs := declared(b, ins)) is not None:
-                        report.rules += 1
-                        if not row_holds(b, ins, outs, run, TOLERANCE):
-                            report.unsound.append(f"{spec.name}, {form.name}: {', '.join(combo)} on {n} ranks")
-            rules = Rules()
-            check_products(form, (2, 2), homes(form)[0], rules, run, torch.float32, TOLERANCE)
-            report.rules += rules.rules
-            report.unsound += [f"{spec.name}, {row}" for row in rules.unsound]
+    if number < len(FORMS):
+        form = FORMS[number]
+        if form.op in {op.name for op in OPS.values()} - UNBOUND:
+            for spec in candidates(form.op):
+                check_form(form, spec, report)
+        return report
     for op in FUSED:
-        for spec in candidates(op) if kernels is None else kernels.get(op, ()):
+        for spec in candidates(op):
             if spec.solution != "reference":
                 check_chain(spec, report)
+    return report
+
+
+def check(jobs: int = 1) -> Report:
+    """Every kernel. The same for any number of jobs."""
+    start = time.perf_counter()
+    report = Report()
+    for one in each(_checked, range(len(FORMS) + 1), jobs):
+        report.kernels |= one.kernels
+        report.rules += one.rules
+        report.unsound += one.unsound
     report.seconds = time.perf_counter() - start
     return report
 
@@ -178,9 +196,10 @@ CHAINS: dict[str, Callable[[int], Iterator[tuple[tuple[Tensor, ...], dict[str, A
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tokenspeed.compiler.rulecheck_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object: kernels, rules, unsound, seconds")
+    add_jobs(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    report = check()
+    report = check(args.jobs)
     for row in report.unsound:
         print(f"unsound: {row}", file=sys.stderr)
     print(json.dumps(report.summary()) if args.json else ", ".join(f"{k} {v}" for k, v in report.summary().items()))

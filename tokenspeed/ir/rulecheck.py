@@ -1,6 +1,6 @@
 """Rule discovery: re-derives the placement rule of every op by brute force and compares it with the declared one.
 
-    python -m tokenspeed.ir.rulecheck [--json]
+    python -m tokenspeed.ir.rulecheck [--jobs N] [--json]
 
 Invariant: a declared row that does not hold is a failure; a row that holds and is not declared must be in the reviewed list
 `rulecheck_reviewed.json` with a reason, and every reason there must still be needed. One axis of 2, 3 and 4 ranks finds
@@ -11,12 +11,11 @@ A row holds if the meaning of the local results is the op of the meanings, in se
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,20 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.collectives import collective, outer_blocks
-from tokenspeed.ir.errors import RuleError, VerifyError
+from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.graph import row_factors
+from tokenspeed.ir.jobs import add_jobs, each
 from tokenspeed.ir.meaning import Meaning, Value
-from tokenspeed.ir.mesh import Axes, Mesh, Plan, make_plan
-from tokenspeed.ir.ops import OPS, REFERENCES, Local, Redistribute
-from tokenspeed.ir.rulecheck_forms import BLOCKED, FORMS, PAGE, UNITS, Form
-from tokenspeed.ir.simulate import linear
+from tokenspeed.ir.mesh import Axes, Mesh, Plan
+from tokenspeed.ir.ops import OPS, REFERENCES, Redistribute
+from tokenspeed.ir.rulecheck_bench import Bench, Run, reference
+from tokenspeed.ir.rulecheck_forms import BLOCKED, FORMS, Form
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
 REVIEWED = Path(__file__).with_name("rulecheck_reviewed.json")
 PENDING = {"sum": "P", "max": "P:max", "min": "P:min", "argmax": "P:argmax", "topk": "P:topk", "lse": "P:lse"}
+PICKING = ("argmax", "topk", "sample")  # in bfloat16 their results are other ids
 Found = dict[tuple[str, ...], list[set[str]]]  # input states -> output states that hold, output by output
-Run = Callable[[Form, list[Tensor], Mapping[str, Any], torch.dtype], Any]  # one rank's call
 
 
 @dataclass
@@ -51,147 +51,15 @@ class Report:
     stale: list[str] = field(default_factory=list)  # reviewed rows that no longer turn up
     seconds: float = 0.0
 
+    def add(self, other: Report) -> None:
+        self.ops |= other.ops
+        self.rules += other.rules
+        self.unsound += other.unsound
+        self.missing += other.missing
+
     def summary(self) -> dict[str, Any]:
         return {"ops": len(self.ops), "rules": self.rules, "unsound": len(self.unsound), "missing": len(self.missing),
                 "seconds": round(self.seconds, 1)}  # fmt: skip
-
-
-class Bench:
-    """One form on one mesh: extents, global operands, and what the op makes of them."""
-
-    def __init__(self, form: Form, mesh: Mesh, home: Axes, seed: int, dtype: torch.dtype = torch.float64) -> None:
-        self.form, self.op = form, OPS[form.op]
-        self.plan = Plan(mesh, {"dp": home} | {a: (a,) for a in mesh.names}, {})
-        self.blocks = mesh.size(home)
-        self.sizes = (
-            {d: u * mesh.ranks for d, u in UNITS.items()} | {"page": PAGE, "p": 16, "rope_dim": 2} | dict(form.single)
-        )
-        self.logical = dict(self.sizes)
-        if form.padded:
-            self.logical[form.padded] -= 1
-        factors = {d: row_factors(self.plan, self.sizes[d] // self.blocks) for d in ROW_DIMS}
-        self.m = Meaning(self.plan, self.sizes, factors)
-        self.g = torch.Generator().manual_seed(seed)
-        self.dtype = dtype
-        self.inputs = [x.to(dtype) if x.is_floating_point() else x for x in form.make(self.sizes, self.blocks, self.g)]
-        self.given: dict[tuple[int, Type], list[Tensor]] = {}
-        self.placed: dict[tuple[Any, ...], Type] = {}
-
-    def base(self, i: int) -> Type:
-        o = self.form.operands[i]
-        return Type(o.dtype, tuple(Dim(d) for d in o.dims), index=Dim(o.index, self.plan.home) if o.index else None)
-
-    def types(self, states: Sequence[Mapping[str, str]]) -> list[Type]:
-        """Operand types, one mapping axis -> state an operand; later axes lie inside earlier ones."""
-        return [self._placed(i, per_axis) for i, per_axis in enumerate(states)]
-
-    def _placed(self, i: int, per_axis: Mapping[str, str]) -> Type:
-        key = (i, *per_axis.items())
-        if key not in self.placed:
-            t = self.base(i)
-            for a, s in per_axis.items():
-                t = t.with_state(a, s.partition(":")[0], self.plan.mesh.ordered, s.partition(":")[2] or "sum")
-            self.placed[key] = t
-        return self.placed[key]
-
-    @functools.cached_property
-    def expected(self) -> list[Tensor]:
-        """The op on one rank, home block by home block, in float64 (an index counts from the start of its block)."""
-        one = make_plan(Mesh())
-        sizes = {d: n // self.blocks if d in BLOCKED else n for d, n in self.sizes.items()}
-        logical = {d: n // self.blocks if d in BLOCKED else n for d, n in self.logical.items()}
-        ins = [
-            Type(t.dtype, t.dims, index=Dim(t.index.name) if t.index else None)
-            for t in map(self.base, range(len(self.inputs)))
-        ]
-        results: list[list[Tensor]] = []
-        for b in range(self.blocks):
-            local = [
-                (x.unflatten(0, (self.blocks, -1))[b] if o.dims and o.dims[0] in BLOCKED else x).clone()
-                for o, x in zip(self.form.operands, self.inputs)
-            ]
-            local = [x.double() if x.is_floating_point() else x for x in local]
-            outs = self.op.infer(ins, self.form.attrs, one.mesh.ordered)
-            attrs = self.op.local_attrs(ins, outs, self.form.attrs, Local(one, 0, sizes, logical))
-            results.append(
-                [*_listed(reference(self.form, local, attrs, torch.float64)), *(local[i] for i in self.form.stored)]
-            )
-        dims = [*self.form.outputs, *(self.form.operands[i].dims for i in self.form.stored)]
-        return [
-            torch.cat(parts) if d[0] in BLOCKED else parts[0]
-            for d, parts in zip(dims, ([_index_of(r[k]) for r in results] for k in range(len(dims))))
-        ]
-
-    def split(self, x: Tensor, n: int, kind: str) -> list[Tensor]:
-        """A pending value as random parts, none of which is neutral."""
-        noise = torch.randn((n, *x.shape), generator=self.g, dtype=torch.float64).to(x.dtype)
-        if kind == "sum":
-            parts = (noise * 4).round() / 4  # multiples of 1/4: the sum is exact in every dtype used
-            parts[-1] = x - parts[:-1].sum(0)
-            return list(parts)
-        sign = 1 if kind == "min" else -1
-        parts = x + sign * noise.abs()
-        winner = torch.randint(0, n, x.shape, generator=self.g)
-        return [torch.where(winner == i, x, part) for i, part in enumerate(parts)]
-
-    def local_results(self, ins: Sequence[Type], outs: Sequence[Type], run: Run) -> list[list[Value]]:
-        """Results of every rank, output by output, then of the operands that the op writes."""
-        for i, t in enumerate(ins):
-            if (i, t) not in self.given:
-                self.given[i, t] = self.m.distribute(self.inputs[i], t, self.split)
-        given = [self.given[i, t] for i, t in enumerate(ins)]
-        got: list[list[Value]] = []
-        for r in range(self.plan.mesh.ranks):
-            local = [x[r].clone() if i in self.form.stored else x[r] for i, x in enumerate(given)]
-            attrs = self.op.local_attrs(ins, outs, self.form.attrs, Local(self.plan, r, self.sizes, self.logical))
-            got.append([*_listed(run(self.form, local, attrs, self.dtype)), *(local[i] for i in self.form.stored)])
-        return [list(x) for x in zip(*got)]
-
-    def out_type(self, k: int, dtype: str = "f32") -> Type:
-        dims = [*self.form.outputs, *(self.form.operands[i].dims for i in self.form.stored)][k]
-        return Type(dtype, tuple(Dim(d) for d in dims))
-
-    def holds(self, k: int, xs: list[Value], t: Type, tolerance: float) -> bool:
-        """Whether the list `xs` of output k, read as `t`, means what one rank computes; holes are free."""
-        try:
-            got, want = self.m.assemble(xs, t), self.expected[k]
-        except (VerifyError, RuntimeError, IndexError):
-            return False
-        if got.shape != want.shape:
-            return False
-        if t.dims and t.dims[0].name in ROW_DIMS:
-            got, want = (x.unflatten(0, (self.blocks, -1))[:, :-1] for x in (got, want))
-        if not want.is_floating_point():
-            return torch.equal(got.long(), want.long())
-        same = torch.isclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
-        return bool(same.all())
-
-
-def reference(form: Form, local: list[Tensor], attrs: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """One rank's call of an op's reference."""
-    if form.op != "linear":
-        return OPS[form.op].reference(*local, **attrs)
-    n_in = len(form.attrs["in_dims"])
-    ws = local[1 : 1 + form.attrs["segments"]]
-    shapes = [(local[0].shape[0], *w.shape[: w.dim() - n_in]) for w in ws]
-    return linear(local, form.attrs, shapes, dtype)
-
-
-def _listed(x: Any) -> list[Value]:
-    """Results as a list; a pair of argmax, topk or lse is one value."""
-    if x is None:
-        return []
-    if isinstance(x, tuple) and not _is_pair(x):
-        return list(x)
-    return [x]
-
-
-def _is_pair(x: tuple[Any, ...]) -> bool:
-    return len(x) == 2 and (x[1].dtype == torch.int32 or x[1].dim() == x[0].dim() - 1)
-
-
-def _index_of(x: Value) -> Tensor:
-    return x if not isinstance(x, tuple) else x[1] if x[1].dtype == torch.int32 else x[0]
 
 
 # ---- one axis: discovery ---------------------------------------------------------------------------------------------
@@ -446,27 +314,41 @@ def homes(form: Form) -> tuple[bool, ...]:
     return (True, False) if any(o.index for o in form.operands) or form.op == "sample" else (False,)
 
 
-def check(forms: Sequence[Form] = FORMS, discovering: bool = True) -> Report:
-    """Everything; the reviewed list is applied to what is missing. Without `discovering` only declared rows are tried."""
+def check_form(form: Form, home: bool, discovering: bool = True) -> Report:
+    """One form, on the home axis or beside it; without `discovering` only declared rows are tried."""
+    report = Report({form.op})
+    found: Found | None = None if discovering else {c: [] for c in rows_of(form, home)}
+    for n in (2, 3, 4):  # what does not hold on 2 ranks is not tried on more
+        found = check_axis(form, n, home, 2, report, found)
+    rows = rows_of(form, home)
+    report.missing = [_missing(form, home, c, holds) for c, holds in (found or {}).items() if c not in rows]
+    for sizes in ((2, 2), (2, 3)):
+        check_products(form, sizes, home, report)
+    if home == homes(form)[0] and any(o.dtype == "f32" for o in form.operands) and form.op not in PICKING:
+        check_products(form, (2, 2), home, report, dtype=torch.bfloat16, tolerance=0.25)
+    return report
+
+
+def _checked(part: tuple[int, bool]) -> Report:
+    """Part (number of a form, home) of the whole check; number -1: the redistributions."""
+    number, home = part
+    if number >= 0:
+        return check_form(FORMS[number], home)
+    report = Report()
+    check_redistributions(report)
+    return report
+
+
+def check(jobs: int = 1) -> Report:
+    """Every form and redistribution; the reviewed list is applied to what is missing. The same for any number of jobs."""
     start = time.perf_counter()
     report = Report()
-    for form in forms:
-        report.ops.add(form.op)
-        for home in homes(form):
-            found: Found | None = None if discovering else {c: [] for c in rows_of(form, home)}
-            for n in (2, 3, 4):  # what does not hold on 2 ranks is not tried on more
-                found = check_axis(form, n, home, 2, report, found)
-            rows = rows_of(form, home)
-            report.missing += [_missing(form, home, c, holds) for c, holds in found.items() if c not in rows]
-            for sizes in ((2, 2), (2, 3)):
-                check_products(form, sizes, home, report)
-        if any(o.dtype == "f32" for o in form.operands) and form.op not in ("argmax", "topk", "sample"):
-            check_products(form, (2, 2), homes(form)[0], report, dtype=torch.bfloat16, tolerance=0.25)
-    if forms is FORMS:
-        check_redistributions(report)
-        report.missing, report.stale = _review(report.missing)
-        without = set(REFERENCES) - report.ops - {n for n, op in OPS.items() if isinstance(op, Redistribute)}
-        report.unsound += [f"{name} has a reference and no form in rulecheck_forms" for name in sorted(without)]
+    parts = [(i, home) for i, form in enumerate(FORMS) for home in homes(form)]
+    for one in each(_checked, [*parts, (-1, False)], jobs):
+        report.add(one)
+    report.missing, report.stale = _review(report.missing)
+    without = set(REFERENCES) - report.ops - {n for n, op in OPS.items() if isinstance(op, Redistribute)}
+    report.unsound += [f"{name} has a reference and no form in rulecheck_forms" for name in sorted(without)]
     report.seconds = time.perf_counter() - start
     return report
 
@@ -483,9 +365,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: ops, rules, unsound, missing, seconds"
     )
+    add_jobs(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    report = check()
+    report = check(args.jobs)
     for title, rows in (
         ("unsound", report.unsound),
         ("missing, not reviewed", report.missing),
