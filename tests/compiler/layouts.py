@@ -67,6 +67,7 @@ MODELS = (
     "Gemma3ForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "GptOssForCausalLM",
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
@@ -75,8 +76,8 @@ MODELS = (
 )
 EXPERTS_ALONE = ("GptOssForCausalLM", "MiniMaxM2ForCausalLM")  # no layer has a dense MLP
 EXPERTS = (
-    "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
-    "Qwen3NextForCausalLM", *EXPERTS_ALONE,
+    "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM",
+    "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *EXPERTS_ALONE,
 )  # fmt: skip
 NAMED = {
     "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
@@ -100,6 +101,9 @@ _DELTA = {
 OWN: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK | {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
     "DeepseekV3ForCausalLM": _DEEPSEEK | {"q_lora_rank": 5},
+    "DeepseekV32ForCausalLM": _DEEPSEEK | {
+        "q_lora_rank": 5, "index_n_heads": 3, "index_head_dim": 4, "index_topk": 3,
+    },
     "Gemma3ForCausalLM": {
         "sliding_window": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0, "rope_local_base_freq": 100.0,

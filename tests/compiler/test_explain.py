@@ -148,6 +148,7 @@ REAL = [
     ("glm-4.5-air", "dp=4,tp=2", "ep=dp*tp"),
     ("minimax-m2", "dp=4,tp=2", "ep=dp*tp"),
     ("deepseek-v3", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
+    ("deepseek-v3.2", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
     ("kimi-k2.5", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),
     ("gemma-3-1b", "tp=4", ""),
     ("qwen3-next-80b-a3b", "dp=4,tp=2", "ep=dp*tp,mlp=tp,vp=tp,se=1"),

@@ -20,6 +20,7 @@ from tokenspeed.runtime.executor import cache_bytes
 #: numbers of a model's weights as its card or its checkpoint has them, and KV bytes a token in bfloat16
 SIZES = {
     "deepseek-v3": (671_026_419_200, 70_272),
+    "deepseek-v3.2": (671_877_944_064, 70_272 + 15_616),
     "kimi-k2.5": (1_026_408_232_448, 70_272),
     "gemma-3-1b": (999_885_952, 4_096 + 22_528),
     "gpt-oss-120b": (116_829_156_672, 36_864 + 36_864),

@@ -11,7 +11,8 @@ import torch
 from tests.compiler.layouts import EXPERTS, NAMED, Trial, layouts, run, trials
 
 torch.set_num_threads(1)
-ONCE = ("GptOssForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")  # their experts are those of the others
+#: their experts are those of the others
+ONCE = ("DeepseekV32ForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
 
 
 @pytest.mark.parametrize(

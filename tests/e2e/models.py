@@ -19,7 +19,7 @@ PROMPTS = [
 
 
 CONFIGS = {
-    "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config",
+    "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "deepseek_v32": "DeepseekV32Config",
     "gemma3": "Gemma3TextConfig", "gpt_oss": "GptOssConfig", "glm4_moe": "Glm4MoeConfig",
     "minimax_m2": "MiniMaxM2Config", "llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
@@ -48,6 +48,7 @@ SHIFTED = ("gemma3", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK | {"index_n_heads": 32, "index_head_dim": 12, "index_topk": 16},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
     "glm4_moe": {
         "num_hidden_layers": 3,

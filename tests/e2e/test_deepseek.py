@@ -101,15 +101,30 @@ def test_the_language_model_of_kimi_k2_5(model: Path, tmp_path: Path) -> None:
         ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias=True"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("DeepseekV32ForCausalLM", {"index_head_dim": 4}, "index_head_dim=4"),
+        ("DeepseekV32ForCausalLM", {"index_topk": 0}, "index_topk is 0"),
+        ("DeepseekV32ForCausalLM", {"q_lora_rank": None}, "q_lora_rank"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
     ],
 )
 def test_what_the_family_cannot_be_is_refused(architecture: str, over: dict[str, Any], said: str) -> None:
-    kind = "deepseek_v3" if "V3" in architecture else "deepseek_v2"
+    kind = architecture.removesuffix("ForCausalLM").replace("V", "_v").lower()
     c = tiny_config(kind).to_dict() | over
     with pytest.raises(ConfigError, match=said):
         compile_model(find_family(architecture), c, buckets=[4], variants=["gumbel"])
+
+
+def test_index_heads_turn_in_halves_where_attention_turns_pairs() -> None:
+    """DeepSeek-V3.2-Exp, 17 November 2025: the demo turned pairs in the indexer, and long contexts suffered."""
+    c = tiny_config("deepseek_v32").to_dict()
+    done = compile_model(find_family("DeepseekV32ForCausalLM"), c, buckets=[4], variants=["gumbel"])
+    leaf = next(x for n, x in done.result.programs["gumbel", 4].leaves.items() if n.startswith("Attention"))
+    widths = {n.op: [] for n in leaf.nodes if n.op.startswith("rope")}
+    for n in leaf.nodes:
+        if n.op in widths:
+            widths[n.op].append(leaf.types[n.inputs[0]].names[-1])
+    assert widths == {"rope": ["di", "di"], "rope_pairs": ["dr", "dr"]}
 
 
 # ---- rotary embeddings and lengths -----------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
     ("kind", "axes", "over"),
     [
         ("qwen3_moe", "ep=dp,etp=tp", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
-        ("deepseek_v3", "ep=dp*tp,se=1", {}),
+        ("deepseek_v32", "ep=dp*tp,se=1", {}),
     ],
 )
 def test_experts_on_every_rank_give_the_tokens_of_one(tmp_path: Path, kind: str, axes: str, over: dict) -> None:

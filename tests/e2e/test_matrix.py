@@ -24,7 +24,7 @@ FACTORS: dict[str, list[Any]] = {
         ("nine", "tp=2"),
         ("gqa", "dp=2"),
         ("gqa", "dp=2,tp=2"),
-        ("latent", ""),
+        ("sparse", ""),
         ("latent", "dp=2,tp=2"),
         ("hybrid", "tp=2"),
         ("windows", "cp=2"),
@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("llama", {}),
     "nine": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}),
     "latent": ("deepseek_v3", {}),
+    "sparse": ("deepseek_v32", {}),
     "hybrid": ("qwen3_next", {}),
     "windows": ("gpt_oss", {}),
 }

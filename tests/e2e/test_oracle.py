@@ -80,6 +80,7 @@ YARN = {
         ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7}}),
         ("deepseek_v3", {}),
         ("deepseek_v3", {"rope_parameters": YARN, "rope_interleave": False}),
+        ("deepseek_v32", {}),
         ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "num_hidden_layers": 3}),
         ("glm4_moe", {}),
         ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.25}),

@@ -44,7 +44,13 @@ WRONG = [
     ("mla", "mla", ("R", "R", "slots", "slots", "R", "R", "R"), ["R"]), ("mla", "mla", ("c", "R", "c", "R", "R", "R", "R"), ["P"]),
     ("head_linear", "head_linear", ("d", "d"), ["R"]),
     ("head_linear", "head_linear, transposed", ("d", "d"), ["R"]), ("rope_pairs", "rope_pairs", ("d", "R", "R"), ["d"]),
-    ("append_latent", "append_latent", ("R", "R", "R", "slots", "R"), []),
+    ("append_latent", "append_latent", ("R", "R", "R", "slots", "R"), []), ("layer_norm", "layer_norm", ("h", "h", "h"), ["h"]),
+    ("append_latent", "append_latent, one value", ("R", "R", "c"), []),
+    ("mla", "mla, at positions", ("R", "R", "slots", "slots", "R", "R", "R", "R"), ["R"]),
+    ("mla", "mla, at positions", ("t", "t", "slots", "slots", "t", "t", "s", "R"), ["t"]),
+    ("index_topk", "index_topk", ("R", "R", "slots", "R", "R", "R"), ["R"]),
+    ("index_topk", "index_topk", ("n", "n", "R", "R", "R", "R"), ["P:topk"]),
+    ("index_topk", "index_topk", ("t", "t", "slots", "t", "t", "R"), ["t"]),
 ]  # fmt: skip
 
 
@@ -73,7 +79,10 @@ def test_a_wrong_row_is_caught(
         "attend, one KV head a block",
         "experts",
         "append_latent",
+        "append_latent, one value",
         "mla",
+        "mla, at positions",
+        "index_topk",
     ],
 )
 def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, form: str) -> None:

@@ -62,7 +62,7 @@ def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Seq
     caches = [t for t, kind in zip(ins, kinds) if kind == "cache"]
     if caches:
         signature["cache"] = format_name(caches[0].dtype)
-    if outs and node.op not in ("argmax", "gumbel_argmax", "sample", "route"):
+    if outs and node.op not in ("argmax", "gumbel_argmax", "sample", "route", "index_topk"):
         signature["out"] = format_name(outs[0].dtype)
     facts = {"tokens": rows_of(x, p)}
     if node.op == "attend":

@@ -119,12 +119,12 @@ def _node(
         return [{d: ins[5].get(d, UNDEF) for d in outs[0]}]
     if op == "lookup":
         return [{d: ins[1].get(d, UNDEF) for d in outs[0]}]
-    if op == "rms_norm":
+    if op in ("rms_norm", "layer_norm"):
         for d in ins[1]:
-            raise VerifyError("V5", f"{where}: rms_norm over {d}, which is padded: its mean would count the padding")
+            raise VerifyError("V5", f"{where}: {op} over {d}, which is padded: its mean would count the padding")
         return [dict(x)]
     if op in ("append", "append_latent"):
-        for i in (0, 1):
+        for i in range(len(ins) // 2):
             for d in ins[i]:
                 need(i, d, (ZERO, FINITE), "the cache keeps what is written")
         return []

@@ -194,6 +194,26 @@ def _mla(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tens
     return [q, qr, *(_real([sizes["slots"], sizes[d]], g) for d in ("c", "r2")), pos, row, table]
 
 
+def _append_keys(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    c, _, slot, cache, _ = _append_latent(sizes, blocks, g)
+    return [c, slot, cache]
+
+
+def _mla_picked(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """Lists of positions with gaps, some of them behind the token or none."""
+    shape = (sizes["t"], sizes["ik"])
+    picked = torch.randint(-1, min(sizes["l"] * PAGE, sizes["slots"] // blocks), shape, generator=g, dtype=torch.int32)
+    return [*_mla(sizes, blocks, g), _holes(picked, blocks)]
+
+
+def _index(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """Tokens that have fewer positions than they may pick, as many, and more."""
+    *_, pos, row, table = _attend(sizes, blocks, g)
+    pos[::3] = 0
+    q, w = (_holes(_real([sizes[d] for d in dims], g), blocks) for dims in (("t", "n", "d"), ("t", "n")))
+    return [q, w, _real([sizes["slots"], sizes["d"]], g), _holes(pos, blocks), row, table]
+
+
 def params(rows: int, blocks: int, g: torch.Generator, flags: int = 0) -> Tensor:
     """Sampling parameters of `rows` requests; every second one greedy, the last of each block a hole."""
     p = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32)
@@ -267,6 +287,7 @@ FORMS: tuple[Form, ...] = (
     Form("linear, two inner dims", "linear", (H3, _f("h", "n", "d")), _plain(H3, _f("h", "n", "d")),
          _LIN | {"in_dims": ("n", "d")}, (("t", "h"),)),
     _same("rms_norm", X, _f("h"), eps=1e-5),
+    _same("layer_norm", X, _f("h"), _f("h"), eps=1e-5),
     _same("rms_norm", H3, _f("d"), name="rms_norm, heads", eps=1e-5),
     Form("add_rms_norm", "add_rms_norm", (X, Y, _f("h")), _plain(X, Y, _f("h")), {"eps": 1e-5}, (("t", "h"), ("t", "h"))),
     Form("square_sum", "square_sum", (H3, _f("t", "kv", "d")), _plain(H3, _f("t", "kv", "d")), {"dim": "qk"}, (("t", "qk"),),
@@ -312,7 +333,14 @@ FORMS: tuple[Form, ...] = (
          _f("slots", "r2")), _append_latent, stored=(3, 4)),
     Form("mla", "mla", (_f("t", "n", "c"), _f("t", "n", "r2"), _f("slots", "c"), _f("slots", "r2"), Operand("i32", ("t",)),
          Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots")), _mla, {"scale": 0.5}, (("t", "n", "c"),),
-         single={"l": 2, "r2": 1}),
+         single={"l": 2, "r2": 1}, tied={5: 4}),
+    Form("mla, at positions", "mla", (_f("t", "n", "c"), _f("t", "n", "r2"), _f("slots", "c"), _f("slots", "r2"),
+         Operand("i32", ("t",)), Operand("i32", ("t",), "s"), Operand("i32", ("s", "l"), "slots"), Operand("i32", ("t", "ik"))),
+         _mla_picked, {"scale": 0.5}, (("t", "n", "c"),), single={"l": 2, "r2": 1, "ik": 3}, tied={5: 4}),
+    Form("append_latent, one value", "append_latent", (_f("t", "c"), Operand("i32", ("t",), "slots"), _f("slots", "c")),
+         _append_keys, stored=(2,)),
+    Form("index_topk", "index_topk", (H3, _f("t", "n"), _f("slots", "d"), Operand("i32", ("t",)), Operand("i32", ("t",), "s"),
+         Operand("i32", ("s", "l"), "slots")), _index, {"k": 2, "dim": "ik"}, (("t", "ik"),), single={"l": 2, "ik": 2}),
     *(Form(f"head_linear{', transposed' if turned else ''}", "head_linear", (H3, _f("n", *inner)), _plain(H3, _f("n", *inner)), {},
            (("t", "n", "c"),)) for turned, inner in ((False, ("c", "d")), (True, ("d", "c")))),
     Form("temper", "temper", (Z, P), _on_logits, {}, (("s", "v"),), single={"p": PARAM_WORDS}),

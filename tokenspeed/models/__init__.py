@@ -11,6 +11,7 @@ from tokenspeed.models.nn.config import ConfigError
 ARCHITECTURES: dict[str, str] = {
     "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",
     "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
+    "DeepseekV32ForCausalLM": "tokenspeed.models.deepseek_sparse:CausalLM",
     "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
     "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
     "Glm4MoeForCausalLM": "tokenspeed.models.glm4_moe:CausalLM",

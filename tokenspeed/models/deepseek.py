@@ -3,6 +3,8 @@ beside a shared one."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenspeed.models.nn import (
     MLP,
     Batch,
@@ -46,10 +48,15 @@ class Attention(Module):
 
     def forward(self, x: Tokens, b: Batch) -> Partial:
         latent, kr = self.kv_a(x)
-        q, qr = self.q_b(self.q_norm(self.q_a(x)) if self.q_a and self.q_norm else x)
+        ql = self.q_norm(self.q_a(x)) if self.q_a and self.q_norm else x
+        q, qr = self.q_b(ql)
         qr, kr = self.rope(qr, kr, b.pos)
-        mixed = self.attn(self.k_b(q), qr, self.kv_norm(latent), kr, b)
+        mixed = self.attn(self.k_b(q), qr, self.kv_norm(latent), kr, b, self.picked(x, ql, b))
         return self.o(self.v_b(mixed))
+
+    def picked(self, x: Any, ql: Any, b: Batch) -> Any:
+        """The positions that each token attends, where they are not all before it; from x and the latent of its queries."""
+        return None
 
 
 class Layer(Module):
@@ -84,7 +91,7 @@ class CausalLM(Module):
         self.embed, self.head, self.sampler = Embed(), Head(), Sampler()
         dense = c.get("first_k_dense_replace", 0)
         mlps = [MLP() if i < dense else self.experts(c) for i in range(c.num_hidden_layers)]
-        self.layers = [Layer(c, Attention(c, self.rope), mlp) for mlp in mlps]
+        self.layers = [Layer(c, self.attention(c), mlp) for mlp in mlps]
         self.norm = RMSNorm("h", c.rms_norm_eps)
 
     def forward(self, b: Batch) -> TokenIds:
@@ -92,6 +99,9 @@ class CausalLM(Module):
         for layer in self.layers:
             x = layer(x, b)
         return self.sampler(self.head(self.norm(select_rows(x, b.last))), b.params)
+
+    def attention(self, c: Config) -> Module:
+        return Attention(c, self.rope)
 
     def pairs(self, c: Config) -> bool:
         return bool(c.get("rope_interleave", True))

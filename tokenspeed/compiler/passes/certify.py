@@ -48,6 +48,7 @@ _DEPTH, _WIDTH, _POSITIONS = "num_hidden_layers", "head_dim", "max_position_embe
 _CUT = (
     (_DEPTH, 2), (_POSITIONS, 64), ("first_k_dense_replace", 1), ("kv_lora_rank", 8), ("q_lora_rank", 8), ("qk_nope_head_dim", 4),
     ("qk_rope_head_dim", 4), ("v_head_dim", 4), ("sliding_window", 3), ("linear_key_head_dim", 8), ("linear_value_head_dim", 8),
+    ("index_n_heads", 4), ("index_head_dim", 8), ("index_topk", 2),
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
 from tokenspeed.models.nn.params import (
     STREAM,
-    LatentAttention,
+    LatentCache,
     Matrices,
     PagedAttention,
     RMSNorm,
@@ -77,7 +77,7 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
     if isinstance(decl, StateCache):
         dtype = b.dtype if decl.dtype == STREAM else decl.dtype
         return {name: Param(name, "cache", (Type(dtype, (Dim("states", b.order(b.home)), *dims(decl.spec.dims))),))}
-    if isinstance(decl, LatentAttention):
+    if isinstance(decl, LatentCache):
         slots = Dim("slots", b.order(b.home))
         return {name: Param(name, "cache", tuple(Type(b.cache_dtype, (slots, d)) for d in dims(decl.spec.dims)))}
     if isinstance(decl, SamplingState):

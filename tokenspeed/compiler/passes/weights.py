@@ -18,7 +18,7 @@ from tokenspeed.ir.errors import PlanError
 from tokenspeed.models.nn.params import (
     STREAM,
     HeadLinear,
-    LatentAttention,
+    LatentCache,
     Matrices,
     PagedAttention,
     RMSNorm,
@@ -118,7 +118,7 @@ def _sliceable(decl: Matrices | Weight, layout: Layout, block: int) -> bool:
 def build_weight_map(flat: Flat, layout: Layout, b: Binding, names: Names) -> WeightMap:
     entries: list[Entry] = []
     for path, decl in flat.decls.items():
-        if isinstance(decl, PagedAttention | LatentAttention | SamplingState | StateCache):
+        if isinstance(decl, PagedAttention | LatentCache | SamplingState | StateCache):
             continue
         if isinstance(decl, Rope):
             attrs = {"dim": decl.dim, "positions": decl.positions, "parameters": decl.parameters}

@@ -10,12 +10,15 @@ from tokenspeed.ir.ops.base import Local, Op
 from tokenspeed.ir.ops.comm import COMM, Redistribute
 from tokenspeed.ir.ops.dense import DENSE
 from tokenspeed.ir.ops.fused import FUSED, Fused
+from tokenspeed.ir.ops.index import INDEX
 from tokenspeed.ir.ops.latent import LATENT
 from tokenspeed.ir.ops.moe import MOE
 from tokenspeed.ir.ops.sampling import SAMPLING
 from tokenspeed.ir.ops.state import STATE
 
-OPS: dict[str, Op] = {op.name: op for op in (*DENSE, *ATTENTION, *LATENT, *MOE, *STATE, *SAMPLING, *COMM, *FUSED)}
+OPS: dict[str, Op] = {
+    op.name: op for op in (*DENSE, *ATTENTION, *LATENT, *INDEX, *MOE, *STATE, *SAMPLING, *COMM, *FUSED)
+}
 REFERENCES: dict[str, Callable[..., Any]] = {
     name: op.reference for name, op in OPS.items() if type(op).reference is not Op.reference
 }

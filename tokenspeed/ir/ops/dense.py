@@ -179,6 +179,27 @@ class RmsNorm(Op):
         return (w * normed.to(torch.promote_types(x.dtype, w.dtype))).to(x.dtype)
 
 
+class LayerNorm(Op):
+    """x [rows, *, D], w [D], b [D] -> same: (x - mean) * rsqrt(variance + eps) * w + b, rounded once."""
+
+    name = "layer_norm"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        x, w, b = ins
+        if not x.names[-1:] == w.names == b.names:
+            raise RuleError("P004", f"layer_norm weighs {list(w.names)} and adds {list(b.names)}, the operand is {x}")
+        return [(x.dtype, x.names)]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        return [pointwise_rule("layer_norm", axis, states, ins, ins[0].names, closed=ins[1].names)]
+
+    def reference(self, x: Tensor, w: Tensor, b: Tensor, *, eps: float) -> Tensor:
+        f = wide(x)
+        f = f - f.mean(-1, keepdim=True)
+        return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * wide(w) + wide(b)).to(x.dtype)
+
+
 class AddRmsNorm(Op):
     """x, y [rows, D], w [D] -> (x + y, rms_norm(x + y, w)): the fused form of a residual add and the norm behind it."""
 
@@ -419,6 +440,7 @@ DENSE: list[Op] = [
     Lookup(),
     Linear(),
     OPS_RMS,
+    LayerNorm(),
     AddRmsNorm(),
     SquareSum(),
     RmsScale(),

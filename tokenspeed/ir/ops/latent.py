@@ -69,55 +69,81 @@ def _other(w: Type, a: str) -> str:
 
 
 class AppendLatent(Append):
-    """latent [T, C], rotated [T, R], slot i32[T -> slots], their caches [slots, C], [slots, R]; writes the caches."""
+    """values [T, C_i], slot i32[T -> slots], a cache [slots, C_i] for each value; writes the caches."""
 
     name = "append_latent"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        c, r, slot, cc, cr = ins
-        _index(self.name, slot, "its slots", cc.names[0])
-        if not c.names[:1] == r.names[:1] == slot.names or (c.names[1:], r.names[1:]) != (cc.names[1:], cr.names[1:]):
-            raise RuleError("P004", f"append_latent writes {c}, {r} into {cc}, {cr} by {slot}: the dims do not meet")
+        values, slot, caches = _parts(ins)
+        _index(self.name, slot, "its slots", caches[0].names[0])
+        met = all(x.names == (slot.names[0], *c.names[1:]) and len(c.dims) == 2 for x, c in zip(values, caches))
+        if not met or len({c.names[0] for c in caches}) > 1:
+            written, into = (", ".join(map(str, ts)) for ts in (values, caches))
+            raise RuleError("P004", f"append_latent writes {written} into {into} by {slot}: the dims do not meet")
         return []
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
-        t, slots = ins[0].names[0], ins[3].names[0]
-        _check_outer(self.name, ins[3:], ins[2].index.axes if ins[2].index else ())
-        if axis in _index(self.name, ins[2], "its slots", slots):
-            legal = {(t, t, t, slots, slots)}
-        else:
-            legal = {("R",) * 5, ("R", "R", "R", slots, slots)}
-        if tuple(states) not in legal or ins[3].dims[0] != ins[4].dims[0]:
+        _, slot, caches = _parts(ins)
+        k, t, slots = len(caches), slot.names[0], caches[0].names[0]
+        _check_outer(self.name, caches, slot.index.axes if slot.index else ())
+        whole, held = ("R",) * (k + 1), (slots,) * k
+        home = axis in _index(self.name, slot, "its slots", slots)
+        legal = {((t,) * (k + 1), held)} if home else {(whole, ("R",) * k), (whole, held)}
+        if (tuple(states[: k + 1]), tuple(states[k + 1 :])) not in legal or len({c.dims[0] for c in caches}) > 1:
             raise refuse(self.name, axis, states, ins, "latents are whole, and rows and slots lie as the cache does")
         return []
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        _, slot, caches = _parts(ins)
+        home = slot.index.axes if slot.index else ()
+        return {"offset": _first_slot(caches[0], home, at)} if _inner(caches[0], home) else {}
+
+    def reference(self, *ins: Tensor, offset: int = 0) -> None:
+        values, slot, caches = _parts(ins)
+        at = slot.long() - offset
+        ok = (slot >= 0) & (at >= 0) & (at < caches[0].shape[0])
+        for x, cache in zip(values, caches):
+            cache[at[ok]] = x[ok].to(cache.dtype)
+
+
+def _parts(ins: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+    """The values, their slots and the caches, one a value."""
+    k = len(ins) // 2
+    return ins[:k], ins[k], ins[k + 1 :]
 
 
 class Mla(Attend):
     """q [T, N, C], rotated q [T, N, R], caches [slots, C], [slots, R], pos, row, table (as `attend`) -> [T, N, C].
 
     Token t attends positions 0..pos[t] of request row[t]: score = (q . latent + rotated q . rotated) * scale, the result is
-    the latents weighted by softmax, in float32. Where the slots of a home block are sharded the result is pending by lse.
+    the latents weighted by softmax, in float32. A further operand i32[T, K] names the positions that each token attends of
+    these (-1: none). Where the slots of a home block are sharded the result is pending by lse.
     """
 
     name = "mla"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
-        q, qr, cc, cr, pos, row, table = ins
+        q, qr, cc, cr, pos, row, table, *picked = ins
         _index(self.name, row, "its rows", table.names[0])
         _index(self.name, table, "its block table", cc.names[0])
         met = q.names[2:] == cc.names[1:] and qr.names[2:] == cr.names[1:] and q.names[:2] == qr.names[:2]
         if not met or cc.names[0] != cr.names[0] or not q.names[:1] == pos.names == row.names:
             raise RuleError("P004", f"mla of {q}, {qr} over {cc}, {cr} by {pos}, {row}, {table}: the dims do not meet")
+        if len(picked) > 1 or any(x.names[:1] != q.names[:1] or len(x.dims) != 2 for x in picked):
+            raise RuleError("P004", f"mla of {q} at {', '.join(map(str, picked))}: one list of positions a row is due")
         return [(q.dtype, q.names)]
 
     def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
         t, n = ins[0].names[:2]
         slots, s = ins[2].names[0], ins[6].names[0]
         homes = [axis in _index(self.name, i, "an operand", d) for i, d in ((ins[5], s), (ins[6], slots))]
-        r = "R"
-        table: dict[tuple[str, ...], str] = {(t, t, slots, slots, t, t, s): t} if all(homes) else {}
+        r, picked = "R", len(ins) - 7
+        table: dict[tuple[str, ...], str] = {(t, t, slots, slots, t, t, s, *[t] * picked): t} if all(homes) else {}
         if not any(homes):
-            table = {(r,) * 7: r, (n, n, r, r, r, r, r): n, (r, r, slots, slots, r, r, r): "P:lse"}
+            rest = (r,) * (3 + picked)
+            table = {(r, r, r, r, *rest): r, (n, n, r, r, *rest): n, (r, r, slots, slots, *rest): "P:lse"}
         if tuple(states) not in table:
             raise refuse(self.name, axis, states, ins, "queries go with their request's cache: rows on the home axis, heads "
                          "anywhere, latents whole (a part of a score is no score)")  # fmt: skip
@@ -140,8 +166,8 @@ class Mla(Attend):
         return own | {"offset": _first_slot(ins[2], home, at), "lse": True} if _inner(ins[2], home) else own
 
     def reference(
-        self, q: Tensor, qr: Tensor, cc: Tensor, cr: Tensor, pos: Tensor, row: Tensor, table: Tensor, *, page: int,
-        scale: float, offset: int = 0, lse: bool = False,
+        self, q: Tensor, qr: Tensor, cc: Tensor, cr: Tensor, pos: Tensor, row: Tensor, table: Tensor,
+        picked: Tensor | None = None, *, page: int, scale: float, offset: int = 0, lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         out = torch.zeros_like(q)
         total = torch.full(q.shape[:2], float("-inf"), dtype=wide(q).dtype)
@@ -149,18 +175,31 @@ class Mla(Attend):
             if r < 0:
                 continue
             mine = (row == r).nonzero().flatten()
-            p = torch.arange(int(pos[mine].max()) + 1)
-            slots = table[r, p // page].long() * page + p % page - offset
-            held = (slots >= 0) & (slots < cc.shape[0])
-            p, slots = p[held], slots[held]
+            p, slots = positions(table[r], pos[mine], page, offset, cc.shape[0])
             latents, rotated = (wide(c[slots]).to(total.dtype) for c in (cc, cr))
             scores = (wide(q[mine]) @ latents.t() + wide(qr[mine]) @ rotated.t()) * scale
-            scores.masked_fill_(p > pos[mine].long()[:, None, None], float("-inf"))
+            seen = p <= pos[mine].long()[:, None]
+            if picked is not None:
+                end = int(pos[mine].max()) + 1
+                at = picked[mine].long()
+                listed = torch.zeros(len(mine), end + 1, dtype=torch.bool)
+                listed.scatter_(1, torch.where((at >= 0) & (at < end), at, end), True)
+                seen &= listed[:, p]
+            scores.masked_fill_(~seen[:, None], float("-inf"))
             sums = scores.logsumexp(-1)
             weights = torch.where(sums.isneginf()[..., None], 0.0, scores.softmax(-1))
             total[mine] = sums
             out[mine] = (weights @ latents).to(q.dtype)
         return (out, total) if lse else out
+
+
+def positions(table: Tensor, pos: Tensor, page: int, offset: int, held: int) -> tuple[Tensor, Tensor]:
+    """Positions of one request up to the last of `pos`, and the slots of a rank's cache that they lie in: those of its `held`
+    slots, which start at slot `offset` of the home block. `table`: the request's pages."""
+    p = torch.arange(int(pos.max()) + 1)
+    slots = table[p // page].long() * page + p % page - offset
+    mine = (slots >= 0) & (slots < held)
+    return p[mine], slots[mine]
 
 
 LATENT = [HeadLinear(), AppendLatent(), Mla()]

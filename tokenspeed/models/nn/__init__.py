@@ -21,6 +21,8 @@ from tokenspeed.models.nn.params import (
     Experts,
     HeadLinear,
     LatentAttention,
+    LatentIndex,
+    LayerNorm,
     Linear,
     PagedAttention,
     RMSNorm,
@@ -49,7 +51,7 @@ from tokenspeed.models.nn.state import Conv, DeltaRule, GatedRMSNorm, StateBatch
 
 __all__ = [
     "MLP", "Batch", "Clamp", "Config", "ConfigError", "Embed", "Experts", "FullSampler", "GumbelSampler", "Head", "HeadLinear",
-    "LatentAttention", "Linear", "Mixture",
+    "LatentAttention", "LatentIndex", "LayerNorm", "Linear", "Mixture",
     "Module", "PagedAttention", "Partial", "Port", "Ports", "RMSNorm", "Rope", "Routed", "Routing", "Rows", "Sampler",
     "SamplingState", "Shared", "Stream", "Tokens", "Weight", "add_gumbel", "argmax", "experts", "full_sample", "gelu", "head",
     "lookup", "norm_over", "place", "route", "select_rows", "silu", "softcap", "temper",

@@ -25,7 +25,7 @@ _COUNTS = frozenset({
     "vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "decoder_sparse_step", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size", "rotary_dim",
 })  # fmt: skip

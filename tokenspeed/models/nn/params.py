@@ -164,6 +164,16 @@ class RMSNorm(Param):
         return apply("rms_norm", [x, f"@{self.path}"], eps=self.eps)
 
 
+class LayerNorm(Param):
+    """(x - mean) / sqrt(variance + eps) * w + b over the last dim."""
+
+    def __init__(self, spec: str, eps: float) -> None:
+        self.w, self.b, self.eps = Weight(spec), Weight(spec), eps
+
+    def __call__(self, x: Any) -> Any:
+        return apply("layer_norm", [x, self.w.ref(), self.b.ref()], eps=self.eps)
+
+
 def norm_over(xs: Sequence[Any], ws: Sequence[Weight], eps: float, dim: str, rows: str = "t@dp") -> tuple[Any, ...]:
     """RMS norms of several [T, n, d], each over all its heads and weighed by its w "n@tp*d". What ranks exchange is the sum of
     squares of each, side by side in a dim that counts them (`dim`), which stand whole on every rank of `rows`."""
@@ -183,9 +193,10 @@ class Rope(Param):
                 )
         self.dim, self.positions, self.parameters, self.pairs = dim, positions, parameters, pairs
 
-    def __call__(self, q: Any, k: Any, pos: Any) -> tuple[Any, Any]:
+    def __call__(self, q: Any, k: Any, pos: Any, pairs: bool | None = None) -> tuple[Any, Any]:
+        """`pairs`: of this call, where it differs; the table is the same."""
         current().frame.params[self.path] = self
-        op = "rope_pairs" if self.pairs else "rope"
+        op = "rope_pairs" if (self.pairs if pairs is None else pairs) else "rope"
         return apply(op, [q, pos, f"@{self.path}"]), apply(op, [k, pos, f"@{self.path}"])
 
 
@@ -218,21 +229,52 @@ class PagedAttention(Param):
         return place(y, f"t@dp {self.n} {self.d}")
 
 
-class LatentAttention(Param):
-    """Causal attention of all heads over one latent and one rotated part a token (MLA), both kept in a cache of the
-    full-attention group. spec: "kl dr", their widths. scale: of the scores."""
+class LatentCache(Param):
+    """What attention keeps of a token that all heads share, in the full-attention group: a cache for each dim of the spec."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = _read(parse_spec, spec)
+
+    def append(self, values: Sequence[Any], b: Any) -> list[str]:
+        """Writes this step's values [T, C], one a dim; references of the caches."""
+        current().frame.params[self.path] = self
+        if len(values) != len(self.spec.dims):
+            raise SpecError("P004", f"{caller()}: {len(values)} values for the caches {self.spec}")
+        caches = [f"@{self.path}:{i}" for i in range(len(values))]
+        apply("append_latent", [*values, b.slot, *caches], 0)
+        return caches
+
+
+class LatentAttention(LatentCache):
+    """Causal attention of all heads over one latent and one rotated part a token (MLA). spec: "kl dr", their widths. scale: of
+    the scores."""
 
     def __init__(self, spec: str, scale: float) -> None:
-        self.spec, self.scale = _read(parse_spec, spec), scale
+        super().__init__(spec)
+        self.scale = scale
         if len(self.spec.dims) != 2:
             raise SpecError("P001", f"{caller()}: LatentAttention({spec!r}) takes two dims: latent, rotated part")
 
-    def __call__(self, q: Any, rotated_q: Any, latent: Any, rotated: Any, b: Any) -> Any:
-        """q [T, n, kl], rotated_q [T, n, dr], latent [T, kl], rotated [T, dr] -> [T, n, kl], the heads' mixes of latents."""
-        current().frame.params[self.path] = self
-        caches = [f"@{self.path}:0", f"@{self.path}:1"]
-        apply("append_latent", [latent, rotated, b.slot, *caches], 0)
-        return apply("mla", [q, rotated_q, *caches, b.pos, b.row, b.table], scale=self.scale)
+    def __call__(self, q: Any, rotated_q: Any, latent: Any, rotated: Any, b: Any, picked: Any = None) -> Any:
+        """q [T, n, kl], rotated_q [T, n, dr], latent [T, kl], rotated [T, dr] -> [T, n, kl], the heads' mixes of latents.
+        `picked` i32[T, K]: the positions that each token attends, -1 for none (LatentIndex); without it all before it."""
+        caches = self.append([latent, rotated], b)
+        extra = [] if picked is None else [picked]
+        return apply("mla", [q, rotated_q, *caches, b.pos, b.row, b.table, *extra], scale=self.scale)
+
+
+class LatentIndex(LatentCache):
+    """Which `k` positions a token attends: those that its index heads score highest (DeepSeek Sparse Attention), whatever
+    positive factor the scores have. spec: the width of a key; `dim` names k among the model's dims."""
+
+    def __init__(self, spec: str, k: int, dim: str = "ik") -> None:
+        super().__init__(spec)
+        self.k, self.dim = k, dim
+
+    def __call__(self, q: Any, weights: Any, key: Any, b: Any) -> Any:
+        """q [T, m, di], the heads' weights [T, m], this step's keys [T, di] -> positions i32[T, k], -1 where there are fewer."""
+        (keys,) = self.append([key], b)
+        return apply("index_topk", [q, weights, keys, b.pos, b.row, b.table], k=self.k, dim=self.dim)
 
 
 class SamplingState(Param):
