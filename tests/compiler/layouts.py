@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tokenspeed.compiler import trial
 from tokenspeed.compiler.costs import CostModel, load_costs
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuzz import random_costs
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.ir.jobs import add_jobs, each
@@ -177,7 +178,10 @@ def trials(sample: int | None, seed: int) -> list[Trial]:
 def compiled(model: str, mesh: str, axes: str, buckets: list[tuple[int, int]], costs: CostModel) -> Result:
     plan = make_plan(parse_mesh(mesh), axes)
     family = Mixture if model == "Mixture" else find_family(model)
-    return run_passes(Request(family, Config(config(model)), plan, buckets, "f32", "f32", costs, variants=("gumbel",)))
+    request = Request(
+        family, Config(config(model)), plan, buckets, "f32", "f32", costs, variants=("gumbel",), collectives=frozenset(EXCHANGE),
+    )  # fmt: skip
+    return run_passes(request)
 
 
 def work(groups: int, tokens: int, idle: bool) -> list[list[trial.Request]]:
@@ -221,15 +225,16 @@ def one_rank(model: str, groups: int, tokens: int, idle: bool) -> tuple[list[int
     return outcome(compiled(model, "", "", buckets, load_costs("cpu")), requests, size)
 
 
-def run(t: Trial) -> int:
-    """Runs one layout on every bucket edge; AssertionError where tokens differ or logits do not agree. Returns the cases."""
+def run(t: Trial, prices: CostModel | None = None) -> int:
+    """Runs one layout on every bucket edge; AssertionError where tokens differ or logits do not agree. Returns the cases.
+    `prices`: others than those of the trial's seed."""
     plan = make_plan(parse_mesh(t.mesh), t.axes)
     ranks, groups = plan.mesh.ranks, plan.mesh.size(plan.home)
     edges = [(1, False), (ranks - 1, False), (ranks, False), (ranks + 1, False), (12, False)]
     if groups > 1:
         edges.append((ranks, True))
     rng = random.Random(t.seed)
-    costs = load_costs("cpu") if t.seed % 3 == 0 else random_costs(rng)
+    costs = prices or (load_costs("cpu") if t.seed % 3 == 0 else random_costs(rng))
     tokens = sorted({e for e, _ in edges} | {1, 2})
     r = compiled(t.model, t.mesh, t.axes, [(b, min(b, 2)) for b in tokens], costs)
     for n, idle in edges:

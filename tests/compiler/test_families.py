@@ -62,12 +62,12 @@ def test_equal_layers_choose_alike(calibration: str) -> None:
     c = config("deepseek-v3") | {"num_hidden_layers": 30}
     r = compile_model(
         find_family("DeepseekV3ForCausalLM"), c, mesh="dp=4,tp=2", axes="ep=dp*tp,se=1", dtype="bfloat16", cache_dtype="bfloat16",
-        buckets=[1, 4, 16, 64, 256, 2048], variants=["gumbel"], calibration=calibration,
+        buckets=[1, 4, 16, 64, 256, 2048, 4096], variants=["gumbel"], calibration=calibration,
     ).result  # fmt: skip
     for (_, t), text in r.texts.items():
         layers = [_of_layer(text, i) for i in range(8, 24)]
         assert layers[0] and all(layer == layers[0] for layer in layers), t
-    assert len(r.bodies) < 6
+    assert len(r.bodies) < len(r.texts)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from tests.compiler.sim import compile_tiny, tiny
 from tests.compiler.test_solver import PLANS, odd_costs, price, problems
 from tokenspeed.compiler.api import compile_model
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.fusions import fuse, saving
 from tokenspeed.compiler.passes.insert import LeafCache
@@ -29,8 +30,8 @@ ALL = frozenset(op.name for op in FUSED)
 
 
 def test_the_target_decides_what_may_be_fused() -> None:
-    assert Binder("cpu").fused_collectives("float32") == Binder("cpu").fused_collectives("bfloat16") == ALL
-    assert Binder("cuda:90").fused_collectives("bfloat16") == frozenset()
+    assert Binder("cpu").collectives("float32") == Binder("cpu").collectives("bfloat16") == ALL | {*EXCHANGE}
+    assert Binder("cuda:90").collectives("bfloat16") == frozenset()
     c = tiny()
     family = find_family(c["architectures"][0])
     for device, fused in (("cpu", True), ("cuda:90", False)):
@@ -66,7 +67,7 @@ def test_it_computes_what_one_rank_does(mesh: str, axes: str, rows: int) -> None
     """Rows beyond the requests' are holes; many of them make a scattered sum pay."""
     tokens = []
     for m, a in ((mesh, axes), ("", "")):
-        r = compile_tiny(tiny(), m, a, [(rows, 4)], "h200", ("gumbel",), fused=ALL)
+        r = compile_tiny(tiny(), m, a, [(rows, 4)], "h200", ("gumbel",), collectives=ALL)
         p = r.programs["gumbel", rows]
         assert any(n.op in ALL for n in p.nodes) == bool(m)
         groups = p.plan.mesh.size(p.plan.home)
@@ -81,7 +82,7 @@ def test_it_computes_what_one_rank_does(mesh: str, axes: str, rows: int) -> None
 
 def test_its_rule_is_that_of_its_parts() -> None:
     """A complete branch, a pending residual, a scatter of rows against whole ones: each is refused by a part."""
-    p = compile_tiny(tiny(), "tp=2", "", [(8, 4)], "h200", ("gumbel",), fused=ALL).programs["gumbel", 8]
+    p = compile_tiny(tiny(), "tp=2", "", [(8, 4)], "h200", ("gumbel",), collectives=ALL).programs["gumbel", 8]
     n = next(n for n in p.nodes if n.op == "all_reduce_add_rms_norm")
     t, w = p.types["layers.0.norm1"], p.params["layers.0.norm1"].types[0]
     pending = t.with_state("tp", "P", p.plan.mesh.ordered)
@@ -136,9 +137,9 @@ def test_it_is_certified_and_explained() -> None:
 
 def test_a_fused_op_is_verified_by_its_parts() -> None:
     """An edited program whose fused op takes a complete branch, or runs over no axis, is refused."""
-    p = compile_tiny(tiny(), "tp=2", "", [(8, 4)], "h200", ("gumbel",), fused=ALL).programs["gumbel", 8]
+    p = compile_tiny(tiny(), "tp=2", "", [(8, 4)], "h200", ("gumbel",), collectives=ALL).programs["gumbel", 8]
     verify(p)
-    spread = compile_tiny(tiny(), "dp=2,tp=2", "mlp=dp*tp", [(8, 4)], "h200", ("gumbel",), fused=ALL)
+    spread = compile_tiny(tiny(), "dp=2,tp=2", "mlp=dp*tp", [(8, 4)], "h200", ("gumbel",), collectives=ALL)
     assert agreement(spread.programs["gumbel", 8]) == ("dp",)
     text = print_program(p, typed=False)
     line = next(x for x in text.splitlines() if " = all_reduce_add_rms_norm " in x)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compiler.sim import compile_tiny, tiny
+from tests.compiler.sim import EXCHANGING, compile_tiny, tiny
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.memory import ALIGN, Buffer, live_bytes, plan_memory, verify_memory
 from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.pipeline import Result
@@ -65,12 +66,21 @@ def test_buffers_that_never_meet_may_share_a_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axes"), [("", ""), ("tp=2", ""), ("dp=2,tp=2", "vp=dp*tp"), ("dp=2,tp=2", "mlp=dp*tp")]
-)
-def test_the_arena_is_known_before_it_is_asked_for(mesh: str, axes: str) -> None:
+    ("family", "mesh", "axes"),
+    [
+        ("Llama", "", ""), ("Llama", "tp=2", ""), ("Llama", "dp=2,tp=2", "vp=dp*tp"), ("Llama", "dp=2,tp=2", "mlp=dp*tp"),
+        ("Qwen3Moe", "dp=2,tp=2", "ep=dp*tp"),
+    ],
+)  # fmt: skip
+def test_the_arena_is_known_before_it_is_asked_for(family: str, mesh: str, axes: str) -> None:
     """Emission, which knows rank, page size and context length, plans the bytes that the artifact states."""
     binder = Binder()
-    r = compile_tiny(tiny(), mesh, axes, [(4, 4), (16, 8)], "h200", binder=binder)
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    r = compile_tiny(
+        tiny(f"{family}ForCausalLM", **moe), mesh, axes, [(4, 4), (16, 8)], EXCHANGING if "ep" in axes else "h200", binder=binder,
+        collectives=frozenset(EXCHANGE),
+    )  # fmt: skip
+    assert any(x["op"] == "exchange" for e in r.explain.values() for x in e["redistributions"]) == ("ep" in axes)
     runtime = FIXED | {"slots": 4096, "page": 16, "l": 77, "r": 64}
     for (variant, t), p in r.programs.items():
         for rank in range(p.plan.mesh.ranks):

@@ -69,9 +69,9 @@ def test_a_choice_that_the_experts_do_not_allow_is_refused(
         compile_tiny(config(num_experts_per_tok=how.k), "tp=2")
 
 
-@pytest.mark.parametrize("text", ["e@ep h d -> f", "e@ep -> f", "e@ep h -> f g"])
+@pytest.mark.parametrize("text", ["e@ep: h d -> f", "e@ep -> f", "e@ep: h -> f g", "e@ep h -> f", "e d: h -> f"])
 def test_a_map_of_experts_has_one_dim_in_and_out(text: str) -> None:
-    with pytest.raises(SpecError, match=r"Experts.*maps one dim of each expert"):
+    with pytest.raises(SpecError, match=r"Experts.*before a colon, e.g. `e@ep: h"):
         Experts(text)
 
 

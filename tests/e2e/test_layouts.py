@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.models import PROMPTS, write_tiny
-from tokenspeed import Engine, SamplingParams
+from tokenspeed import Engine, SamplingParams, compiler
+from tokenspeed.runtime.compiling import compile_options, write_artifact
+from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 
 
@@ -36,6 +40,13 @@ PLANS = [("dp=2,tp=2", "mlp=dp*tp,vp=dp*tp"), ("dp=2", "mlp=dp,vp=dp"), ("a=2,b=
 
 def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
     """Greedy, temperature and filtered tokens (the gumbel and the full variant) of four prompts on one plan."""
+    return of_engine(
+        model=str(model), mesh=mesh, axes=axes, max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, buckets=[1, 4, 8, 32],
+        core="process" if mesh else "inproc",
+    )  # fmt: skip
+
+
+def of_engine(**options: Any) -> list[list[int]]:
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 1003) for _ in range(n)] for n in (3, 17, 9, 30)]
     common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
@@ -44,10 +55,7 @@ def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
         SamplingParams(temperature=0.8, seed=5, **common),
         SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=5, repetition_penalty=1.2, **common),
     ]
-    with Engine(
-        model=str(model), mesh=mesh, axes=axes, max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, buckets=[1, 4, 8, 32],
-        core="process" if mesh else "inproc",
-    ) as engine:  # fmt: skip
+    with Engine(**options) as engine:
         return [r.token_ids for kind in kinds for r in engine.generate(input_ids=prompts, sampling_params=kind)]
 
 
@@ -62,6 +70,26 @@ def test_experts_on_every_rank_give_the_tokens_of_one(tmp_path: Path, kind: str,
     model = write_tiny(tmp_path / "model", kind, **over)
     one = sampled(model, "", "")
     assert sampled(model, "dp=2,tp=2", axes) == one
+
+
+def test_rows_that_travel_to_their_experts_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """Exchanged over home groups and inside them, in every bucket that allows it: prices are made so."""
+    model = write_tiny(tmp_path / "model", "deepseek_v3")
+    table = json.loads((Path(compiler.__file__).parent / "calibration" / "cpu.json").read_text())
+    cheap = {
+        "id": "exchange",
+        "alpha_us": {"8": 1.0},
+        "beta_gbs": 1e-3,
+        "collectives": {"all_to_all": {"8": {"alpha_us": 0.1, "gbs": 10}}},
+    }
+    (tmp_path / "prices.json").write_text(json.dumps(table | cheap))
+    common: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "buckets": [1, 4, 8, 32]}
+    options = EngineConfig(model=str(model), mesh="dp=2,tp=2", axes="ep=dp*tp,se=1", **common)
+    done = compile_options(options, calibration=str(tmp_path / "prices.json"))
+    rows = [r for e in done.result.explain.values() for r in e["redistributions"] if r["op"] == "exchange"]
+    assert {tuple(r["axes"]) for r in rows} == {("dp",), ("dp", "tp")}
+    artifact = write_artifact(options, done, str(tmp_path / "artifact"))
+    assert of_engine(model=str(artifact), core="process", num_pages=64) == sampled(model, "", "")
 
 
 def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ WRONG = [
     ("index_topk", "index_topk", ("R", "R", "slots", "R", "R", "R"), ["R"]),
     ("index_topk", "index_topk", ("n", "n", "R", "R", "R", "R"), ["P:topk"]),
     ("index_topk", "index_topk", ("t", "t", "slots", "t", "t", "R"), ["t"]),
+    ("experts", "experts", ("t", "t", "t", "e", "e", "e"), ["P"]), ("experts", "experts", ("t", "R", "t", "e", "e", "e"), ["t"]),
 ]  # fmt: skip
 
 
@@ -96,6 +97,14 @@ def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, fo
             return own | {"offset": 0} if "offset" in own else own
 
     caught(monkeypatch, Mutant(), form)
+
+
+def test_rows_that_are_not_exchanged_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mutant(type(OPS["experts"])):  # type: ignore[misc]
+        def exchange(self, ins: Sequence[Type]) -> tuple[str, ...]:
+            return ()
+
+    caught(monkeypatch, Mutant(), "experts")
 
 
 @pytest.mark.parametrize("op", ["attend", "delta_rule"])

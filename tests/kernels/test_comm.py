@@ -69,6 +69,35 @@ def check(rank: int) -> None:
         K.get("gloo.keep_first").fn(mine, keep=rank == 0, out=inplace)
         assert torch.equal(inplace, mine) if rank == 0 else not inplace.any()
 
+    g = torch.Generator().manual_seed(7)
+    held = [torch.randn(5, 3, generator=g) for _ in range(RANKS)]
+    ids = [torch.stack([torch.randperm(6, generator=g)[:2] for _ in range(5)]).int() for _ in range(RANKS)]
+    ids[1][4] = -1  # a hole
+    picks = [torch.rand(5, 2, generator=g) for _ in range(RANKS)]
+    for firsts in ((0, 3), (3, 0)):
+        rows, all_ids, all_shares = torch.full((10, 3), 9.0), torch.empty(10, 2, dtype=torch.int32), torch.empty(10, 2)
+        end = firsts[rank] + 3
+        K.get("gloo.dispatch").fn(
+            held[rank], ids[rank], picks[rank], group=None, firsts=firsts, held=3, out=(rows, all_ids, all_shares)
+        )
+        assert torch.equal(all_ids, torch.cat(ids)) and torch.equal(all_shares, torch.cat(picks))
+        mine = ((all_ids >= firsts[rank]) & (all_ids < end)).any(1)
+        assert torch.equal(rows, torch.where(mine[:, None], torch.cat(held), 9.0)), "other rows are left alone"
+        made = torch.where(mine[:, None], rows * (1 + rank), float("nan"))
+        out = torch.full((5, 3), 9.0)
+        K.get("gloo.combine").fn(made, all_ids, group=None, firsts=firsts, held=3, out=out)
+        visits = [((ids[rank] >= first) & (ids[rank] < first + 3)).any(1) * (1.0 + r) for r, first in enumerate(firsts)]
+        assert torch.allclose(out, held[rank] * sum(visits)[:, None])  # type: ignore[index]
+        # Row 1 of each rank is a hole: it picks nothing and goes nowhere. x holds every second row of its home group.
+        request = torch.tensor([0, 0, -1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int32)
+        rows.fill_(9.0)
+        K.get("gloo.dispatch").fn(
+            held[rank], ids[rank], picks[rank], group=None, firsts=firsts, held=3, request=request, mine=torch.arange(0, 10, 2),
+            out=(rows, all_ids, all_shares),
+        )  # fmt: skip
+        left = torch.arange(10) % 5 != 1
+        assert torch.equal(all_ids, torch.where(left[:, None], torch.cat(ids), -1))
+        assert torch.equal(rows, torch.where((mine & left)[:, None], torch.cat(held), 9.0))
     inf = float("inf")
     values = torch.tensor([[1.0, 5.0, -inf, 2.0], [3.0, 5.0, -inf, -inf]])[rank]
     indices = torch.tensor([[4, 9, 0, 1], [60, 50, 50, 50]], dtype=torch.int32)[rank]

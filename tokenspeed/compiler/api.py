@@ -144,7 +144,7 @@ def compile_model(
         DTYPES[cache_dtype], load_costs(calibration), stored, tuple(variants), progress, parse_tactics(tactics),
         memory_limit, Binder(device, objective),
     )  # fmt: skip
-    request.fused = request.binder.fused_collectives(dtype)
+    request.collectives = request.binder.collectives(dtype)
     result = run_passes(request)
     kernels = dict(sorted(request.binder.kernels.items()))
     verify_kernels(kernels, device)

@@ -17,6 +17,8 @@ MEMBERS = ("linear", "add_rms_norm", "linear_silu_mul", "linear", "add_rms_norm"
 def chained(calls: list[Call], p: Program, bound: Callable[[Request], bool]) -> list[Call]:
     """`calls` with every run of MEMBERS replaced whose inner values have one reader each."""
     ops = [c.node.op for c in calls]
+    if MEMBERS[2] not in ops:
+        return calls
     takers: dict[str, int] = dict.fromkeys(p.results, 1)
     for c in calls:
         for v in c.inputs:

@@ -21,7 +21,7 @@ _TABLES = Path(__file__).parent / "calibration"
 GRID = 1 << 12
 
 #: wire bytes a rank sends, in shares (n - 1) / n of the tensor whole on the axes that move (ring)
-SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from tokenspeed.compiler.binding import NO_KERNEL, Call, key_of
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import verify_memory
 from tokenspeed.compiler.storage import ARGMAX, DTYPES, View, lay_out, outer_blocks_of
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops import Fused, Local, Redistribute
+from tokenspeed.ir.types import Type
 from tokenspeed.kernels.capture import Replay, record
 
 __all__ = ["DTYPES", "Emitted", "Runtime", "emit"]
@@ -157,11 +160,33 @@ class _Emitter:
         if isinstance(CALLS[n.op], Redistribute | Fused):
             return self._comm(f, args)
         attrs = CALLS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
+        if n.op in EXCHANGE:
+            attrs["group"] = self.rt.group(tuple(n.attrs["axes"]))
+            if n.op == "dispatch":
+                attrs |= self._holes(f.ins[0])
         if n.op in ARGMAX:
             return args, (self._tensor(self.pairs[f.outputs[0]]), self._tensor(f.outputs[0])), attrs
         outs = [self._tensor(o) for o in f.outputs]
         outs += [self._tensor(self.pairs[o]) for o in f.outputs if o in self.pairs]
         return args, (None if not outs else outs[0] if len(outs) == 1 else tuple(outs)), attrs
+
+    def _holes(self, t: Type) -> dict[str, Tensor]:
+        """What tells the holes of rows of type `t`: the port with each row's request, and the rows of the home group that this
+        rank holds. Nothing where no port tells."""
+        rows = t.dims[0]
+        ports = [
+            q
+            for q in self.p.ports
+            if (i := self.p.types[q].index) and i.name == "s" and self.p.types[q].names == (rows.name,)
+        ]
+        if not ports:
+            return {}
+        home = set(self.p.plan.home)
+        inner = [a for a in self.p.row_axes(rows.name) if a not in home]
+        at = self.p.plan.mesh.coords(self.rt.rank)
+        grid = torch.arange(self.p.bucket[rows.name]).reshape(*(self.p.plan.mesh.size(a) for a in inner), -1)
+        mine = grid[tuple(at[a] if a in rows.axes else slice(None) for a in inner)].flatten()
+        return {"request": self.rt.ports[ports[0]][: self.p.bucket[rows.name]], "mine": mine}
 
     def _comm(self, f: Call, args: list[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
         n, before = f.node, f.ins[0]

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tokenspeed.compiler.binding import rows_of
 from tokenspeed.compiler.costs import CostModel
-from tokenspeed.ir.agreement import agreement
+from tokenspeed.compiler.exchange import Load, load_of
+from tokenspeed.ir.agreement import agreement, met_over
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.graph import Node, Param, Program, param_type
+from tokenspeed.ir.graph import Leaf, Node, Param, Program, param_type
 from tokenspeed.ir.ops import OPS, Fused, Redistribute
 from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Type
@@ -44,18 +46,23 @@ class Explainer:
     """The rows of one program body; `at` prices them for each bucket that runs it."""
 
     def __init__(self, p: Program) -> None:
-        self.rows: list[tuple[dict[str, Any], Node, Type, Type, tuple[str, str]]] = []
+        self.rows: list[tuple[dict[str, Any], Node, Type, Type, tuple[str, str] | Load]] = []
         whole, p = p, expand(p)
         self.fused = {
             part.outputs[0]: n.op for n in whole.nodes if isinstance(op := OPS.get(n.op), Fused) for part in op.parts(n)
         }
         makers = {n.attrs["path"] if n.op == "call" else n.outputs[0]: n for n in p.nodes if n.outputs}
         memo: dict[Any, tuple[str, str]] = {}
+        moving = {
+            name: [i for i in f.nodes if isinstance(OPS[i.op], Redistribute) or met_over(i, f.types, f.params)]
+            for name, f in p.leaves.items()
+        }
         for n in p.nodes:
             if n.op == "call":
-                leaf = p.leaves[n.attrs["leaf"]]
-                for inner in leaf.nodes:
-                    self._row(p, inner, leaf.types, n.attrs["path"] + "/", ("P010", "the author placed it so"))
+                leaf, where = p.leaves[n.attrs["leaf"]], n.attrs["path"] + "/"
+                for inner in moving[n.attrs["leaf"]]:
+                    self._row(p, inner, leaf.types, where, ("P010", "the author placed it so"))
+                    self._exchange(p, inner, leaf, where)
             elif isinstance(OPS[n.op], Redistribute):
                 who = n.note.rpartition(" for ")[2]
                 self._row(p, n, p.types, "", _rule(p, n, makers.get(who), p.params, memo))
@@ -78,10 +85,35 @@ class Explainer:
         }  # fmt: skip
         self.rows.append((row, n, before, after, (n.note.partition(" ")[0], who)))
 
+    def _exchange(self, p: Program, n: Node, leaf: Leaf, where: str) -> None:
+        """An op that moves rows itself: out and back, two collectives."""
+        if isinstance(OPS[n.op], Redistribute):
+            return
+        ins = [param_type(leaf.params, i) if i.startswith("@") else leaf.types[i] for i in n.inputs]
+        load = load_of(n.op, ins, p.plan, p.sizes)
+        assert load is not None
+        x, out = n.inputs[0], n.outputs[0]
+        row = {
+            "value": f"{where}{out}", "edge": f"{where}{x} -> {n.op}", "from": ins[0].text(p.plan), "to": leaf.types[out].text(p.plan),
+            "op": "exchange", "axes": list(p.plan.fold(load.axes)), "rule": "cost", "fused": "",
+            "reason": f"rows go to the {load.visits:.1f} of {load.ranks} ranks that hold experts they picked",
+        }  # fmt: skip
+        self.rows.append((row, n, ins[0], leaf.types[out], load))
+
     def at(self, p: Program, costs: CostModel, decide: Decide) -> dict[str, Any]:
         """All of it for the bucket of `p`, which has this explainer's body."""
         rows: list[dict[str, Any]] = []
-        for row, n, before, after, (value, who) in self.rows:
+        for row, n, before, after, how in self.rows:
+            if isinstance(how, Load):
+                held = rows_of(before, p)
+                own = {"runner_up": "none: the rows lie so at the argument", "gap_us": None}
+                priced = {
+                    "bytes_per_token": how.wire * held / p.bucket["t"],
+                    "time_us": round(how.price(costs, held), 3),
+                }
+                rows.append(row | priced | own)
+                continue
+            value, who = how
             axes = tuple(n.attrs["axes"])
             moved = moved_bytes(p, n.op, before, after)
             wire = OPS[n.op].wire  # type: ignore[attr-defined]
@@ -90,7 +122,7 @@ class Explainer:
             rows.append(row | priced | decide(value, who))
         return {
             "bucket": dict(p.bucket), "variant": p.variant, "redistributions": rows,
-            "collectives": sum(OPS[r["op"]].wire for r in rows),  # type: ignore[attr-defined]
+            "collectives": sum(2 if r["op"] == "exchange" else OPS[r["op"]].wire for r in rows),  # type: ignore[attr-defined]
             "bytes_per_token": sum(r["bytes_per_token"] for r in rows),
             "comm_us": round(sum(r["time_us"] for r in rows), 3),
             "pending_values": self.pending, "agreement": self.agreement,

@@ -6,8 +6,10 @@ chain is fused only where the registry has a kernel for the whole of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.ir.graph import Node
 from tokenspeed.ir.ops import OPS, Local, Op
 from tokenspeed.ir.types import Type
@@ -23,10 +25,26 @@ class _Chain(Op):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        return {"offset": at.offset(ins[0].dims[-1])} if self.name == "gumbel_argmax" else dict(attrs)
+        if self.name == "gumbel_argmax":
+            return {"offset": at.offset(ins[0].dims[-1])}
+        return dict(attrs)
 
 
-CALLS: dict[str, Op] = OPS | {name: _Chain(name) for name in FUSED}
+class _Exchange(Op):
+    """A half of an exchange (exchange.py): the first expert of every rank of the group, in its order, and how many each holds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        group, experts = at.plan.mesh.group(at.rank, attrs["axes"]), attrs["experts"]
+        held = at.sizes[experts.name] // at.plan.mesh.size(experts.axes)
+        return {"firsts": tuple(replace(at, rank=r).offset(experts) for r in group), "held": held}
+
+
+CALLS: dict[str, Op] = OPS | {name: _Chain(name) for name in FUSED} | {name: _Exchange(name) for name in EXCHANGE}
 
 
 class _Uses:

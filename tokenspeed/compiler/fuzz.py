@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.compiler.costs import CostModel, load_costs
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuzz_programs import AXES, PLANS, Fuzzed, altered, annotation_spans, generate, smaller
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import random_ports, random_weights, runtime_sizes
@@ -61,6 +62,7 @@ def random_costs(rng: random.Random) -> CostModel:
     return replace(
         load_costs("cpu"), alpha_us={n: rng.uniform(0, 1) for n in (2, 4, 8)}, beta_gbs=10 ** rng.uniform(-4, 2),
         memory_gbs=10 ** rng.uniform(-4, 2), launch_us=rng.uniform(0, 1),
+        measured={"all_to_all": {8: (rng.uniform(0, 1), 10 ** rng.uniform(-4, 2))}},
     )  # fmt: skip
 
 
@@ -69,7 +71,10 @@ def compile_source(source: str, mesh: str, axes: str, rows: tuple[int, int], cos
     scope: dict[str, Any] = {"__name__": "fuzzed"}
     exec(compile(source, "<fuzzed>", "exec"), scope)
     plan = make_plan(parse_mesh(mesh), axes)
-    return run_passes(Request(scope["Root"], Config({}), plan, [rows], "f32", "f32", costs, variants=("gumbel",)))
+    request = Request(
+        scope["Root"], Config({}), plan, [rows], "f32", "f32", costs, variants=("gumbel",), collectives=frozenset(EXCHANGE),
+    )  # fmt: skip
+    return run_passes(request)
 
 
 def meaning(r: Result, groups: int, seed: int) -> list[Tensor]:

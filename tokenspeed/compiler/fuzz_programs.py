@@ -232,8 +232,8 @@ def _experts(rng: random.Random, name: str) -> Body:
     groups = rng.choice(("", ', score="sigmoid"', ", groups=4, top_groups=2, group_best=2, normalise=False, scale=1.5"))
     bias, given = (", self.bias" if rng.random() < 0.5 else ""), Kind()
     weights = (
-        f'Linear("h -> e", dtype="f32"), Weight("e", dtype="f32"), Experts("e@{over} h -> {width} | {width}"), '
-        f'Experts("e@{over} {width} -> h")'
+        f'Linear("h -> e", dtype="f32"), Weight("e", dtype="f32"), Experts("e@{over}: h -> {width} | {width}"), '
+        f'Experts("e@{over}: {width} -> h")'
     )
     routed = f"route(self.router({{0}}), Routing(2{groups}){bias})"
     text = f"experts({{0}}, *{routed}, self.up, self.down)"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.compiler.costs import CostModel, load_costs
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuzz import OUT_OF_PLAN, compile_source, groups_of, overlap, random_costs, shrink
 from tokenspeed.compiler.fuzz_programs import PLANS as PLANS_OF_PROGRAMS
 from tokenspeed.compiler.fuzz_programs import Fuzzed, generate
@@ -129,9 +130,11 @@ def golden(family: str, mesh: str, axes: str, costs: CostModel) -> Result:
     if family in ("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"):
         config |= {"attention_bias": False}
     plan = make_plan(parse_mesh(mesh), axes)
-    return run_passes(
-        Request(find_family(family), Config(config), plan, BUCKETS, "f32", "f32", costs, variants=("gumbel", "full"))
-    )
+    request = Request(
+        find_family(family), Config(config), plan, BUCKETS, "f32", "f32", costs, variants=("gumbel", "full"),
+        collectives=frozenset(EXCHANGE),
+    )  # fmt: skip
+    return run_passes(request)
 
 
 class Original:

@@ -113,9 +113,12 @@ class _Placer:
         self.out = Layout(p, sizes)
         self.values, self.pairs, self.storages = self.out.values, self.out.pairs, self.out.storages
         self.sharers: dict[int, int] = {}  # names of one view, where they are several
+        self.shapes: dict[Type, tuple[int, ...]] = {}
 
     def local(self, t: Type) -> tuple[int, ...]:
-        return t.local_shape(self.out.sizes, self.p.plan)
+        if t not in self.shapes:
+            self.shapes[t] = t.local_shape(self.out.sizes, self.p.plan)
+        return self.shapes[t]
 
     def place(self, calls: list[Call]) -> None:
         self.out.calls = calls

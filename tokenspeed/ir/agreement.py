@@ -8,11 +8,11 @@ communicates; the scheduler keeps the buckets of the ranks along them equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tokenspeed.ir.errors import VerifyError
-from tokenspeed.ir.graph import Program
+from tokenspeed.ir.graph import Node, Param, Program, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS, Redistribute
 from tokenspeed.ir.ops.fused import expand
@@ -35,14 +35,27 @@ class Meeting:
 def chain(p: Program) -> Iterator[Meeting]:
     """Every collective in program order."""
     p = expand(p)
+    inside = {name: list(_meetings(f.nodes, f.types, f.params)) for name, f in p.leaves.items()}
     for n in p.nodes:
-        leaf = p.leaves[n.attrs["leaf"]] if n.op == "call" else None
-        prefix = n.attrs["path"] + "/" if leaf else ""
-        for inner, types in [(i, leaf.types) for i in leaf.nodes] if leaf else [(n, p.types)]:
-            op = OPS[inner.op]
-            if isinstance(op, Redistribute) and op.wire:
-                source = inner.inputs[0]
-                yield Meeting(inner.op, tuple(inner.attrs["axes"]), prefix + source, types[source])
+        if n.op == "call":
+            for m in inside[n.attrs["leaf"]]:
+                yield replace(m, value=f"{n.attrs['path']}/{m.value}")
+        else:
+            yield from _meetings([n], p.types, p.params)
+
+
+def _meetings(nodes: Sequence[Node], types: Mapping[str, Type], params: dict[str, Param]) -> Iterator[Meeting]:
+    for n in nodes:
+        if axes := met_over(n, types, params):
+            yield Meeting(n.op, axes, n.inputs[0], types[n.inputs[0]])
+
+
+def met_over(n: Node, types: Mapping[str, Type], params: dict[str, Param]) -> Axes:
+    """Axes over which the ranks meet in a node: those of a collective, or of rows that the op exchanges itself."""
+    op = OPS[n.op]
+    if isinstance(op, Redistribute):
+        return tuple(n.attrs["axes"]) if op.wire else ()
+    return op.exchange([param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs])
 
 
 def agreement(p: Program) -> Axes:

@@ -20,7 +20,7 @@ from tokenspeed.ir.spec import Spec
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _NN = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "models", "nn") + os.sep
-_SKIP = (_HERE, _NN + "params.py", _NN + "module.py")
+_SKIP = (_HERE, _NN + "maps.py", _NN + "params.py", _NN + "module.py")
 
 
 @dataclass(slots=True)

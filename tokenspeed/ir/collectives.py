@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.meaning import Meaning, Value, merge
 from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.ops.moe import wanted
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 
@@ -60,6 +61,30 @@ def collective(op: str, xs: Sequence[Value], before: Type, axes: Axes, dim: str,
                 out[r] = xs[r] if position == 0 else torch.zeros_like(xs[r])
             else:
                 raise RuleError("V1", f"{op!r} is no redistribution")
+    return out
+
+
+def exchange(
+    args: Sequence[Sequence[Tensor]], firsts: Sequence[int], axes: Axes, m: Meaning, run: Callable[[int, list[Tensor]], Tensor]
+) -> list[Tensor]:  # fmt: skip
+    """The locals of `experts` where its rows lie on `axes` of the experts. `args[r]`: operands of rank r, whose experts count
+    from `firsts[r]`. A rank is given the rows of its group that picked one of its experts, in group order (NaN stands where it
+    is given none) and `run(r, operands)` is what it makes of them; a row is the sum of what comes back, in group order."""
+    out: list[Tensor] = [torch.empty(0)] * len(args)
+    for group in m.mesh.groups(axes):
+        x, ids, shares = (torch.cat([args[r][k] for r in group]) for k in range(3))
+        rows = len(x) // len(group)
+        wants = [wanted(ids, firsts[r], args[r][3].shape[0]) for r in group]
+        made = [
+            run(r, [torch.where(mine[:, None], x, float("nan")), ids, shares, *args[r][3:]])
+            for r, mine in zip(group, wants)
+        ]
+        for i, r in enumerate(group):
+            block = slice(i * rows, (i + 1) * rows)
+            total = torch.zeros_like(made[0][block])
+            for mine, y in zip(wants, made):
+                total += torch.where(mine[block, None], y[block], 0.0)
+            out[r] = total
     return out
 
 

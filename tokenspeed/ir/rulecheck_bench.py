@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed.ir.collectives import exchange
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import row_factors
 from tokenspeed.ir.meaning import Meaning, Value
@@ -110,9 +111,15 @@ class Bench:
                 self.given[i, t] = self.m.distribute(self.inputs[i], t, self.split)
         given = [self.given[i, t] for i, t in enumerate(ins)]
         got: list[list[Value]] = []
-        for r in range(self.plan.mesh.ranks):
+        ranks = range(self.plan.mesh.ranks)
+        at = [Local(self.plan, r, self.sizes, self.logical) for r in ranks]
+        per_rank = [self.op.local_attrs(ins, outs, self.form.attrs, local) for local in at]
+        if axes := self.op.exchange(ins):
+            firsts = [attrs["offset"] for attrs in per_rank]
+            call = lambda r, local: run(self.form, local, per_rank[r], self.dtype)  # noqa: E731
+            return [exchange([[x[r] for x in given] for r in ranks], firsts, axes, self.m, call)]
+        for r, attrs in enumerate(per_rank):
             local = [x[r].clone() if i in self.form.stored else x[r] for i, x in enumerate(given)]
-            attrs = self.op.local_attrs(ins, outs, self.form.attrs, Local(self.plan, r, self.sizes, self.logical))
             got.append([*_listed(run(self.form, local, attrs, self.dtype)), *(local[i] for i in self.form.stored)])
         return [list(x) for x in zip(*got)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed.ir.collectives import collective
+from tokenspeed.ir.collectives import collective, exchange
 from tokenspeed.ir.graph import Node, Param, Program, absolute, param_type
 from tokenspeed.ir.meaning import Meaning, Value, settled
 from tokenspeed.ir.ops import OPS, REFERENCES, Local, Redistribute
@@ -97,9 +97,16 @@ class Simulator:
             for i, t in zip(n.inputs, ins)
         ]
         outs = [types[o] for o in n.outputs]
-        for r in range(self.mesh.ranks):
+        at = [Local(self.p.plan, r, self.sizes, self.logical) for r in range(self.mesh.ranks)]
+        per_rank = [op.local_attrs(ins, outs, n.attrs, local) for local in at]
+        if axes := op.exchange(ins):
+            env[n.outputs[0]] = exchange(
+                list(zip(*args)), [a["offset"] for a in per_rank], axes, self.meaning,
+                lambda r, given: op.reference(*given, **per_rank[r]),
+            )  # fmt: skip
+            return
+        for r, attrs in enumerate(per_rank):
             local = [a[r] for a in args]
-            attrs = op.local_attrs(ins, outs, n.attrs, Local(self.p.plan, r, self.sizes, self.logical))
             if n.op == "linear":
                 shapes = [t.local_shape(self.sizes, self.p.plan) for t in outs]
                 got: Any = linear(local, n.attrs, shapes, self.dtypes[outs[0].dtype])

@@ -14,7 +14,7 @@ from tokenspeed.kernels.spec import Capability
 def register_builtin(registry: Registry) -> None:
     """Registers everything that this installation can run or select for; Triton itself is imported at a first call."""
     from tokenspeed.kernels import gpu
-    from tokenspeed.kernels.comm import argmax, distributed, lse
+    from tokenspeed.kernels.comm import argmax, distributed, exchange, lse
     from tokenspeed.kernels.fused import FUSED
     from tokenspeed.kernels.gemm import torch as gemm_torch
     from tokenspeed.kernels.ops import OPS
@@ -26,6 +26,7 @@ def register_builtin(registry: Registry) -> None:
     distributed.register(registry)
     argmax.register(registry)
     lse.register(registry)
+    exchange.register(registry)
     gpu.register(registry)
     if importlib.util.find_spec("tokenspeed._cpu") is None:
         return

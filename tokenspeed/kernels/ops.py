@@ -86,6 +86,8 @@ OPS: dict[str, Op] = {
         Op("attend_part", "attention", "paged_part", ("x", "w", "cache", "out")),
         Op("all_reduce_lse", "comm", "all_reduce_lse", ("x", "out")),
         Op("all_reduce_argmax", "comm", "all_reduce_argmax", ("x", "out")),
+        Op("dispatch", "comm", "dispatch", ("x", "out")),
+        Op("combine", "comm", "combine", ("x", "out")),
         Op("keep_first", "comm", "keep_first", ("x", "out")),
         Op("all_reduce_add_rms_norm", "comm", "all_reduce_add_rms", ("x", "w", "out")),
         Op("reduce_scatter_add_rms_norm", "comm", "reduce_scatter_add_rms", ("x", "w", "out")),

@@ -10,8 +10,10 @@ from typing import Any
 
 from tokenspeed.compiler.binding import Request, key_of
 from tokenspeed.compiler.calls import QUIET, Call, flatten
+from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops.fused import FUSED
+from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.select import SelectionError, select
 
 
@@ -43,12 +45,13 @@ class Binder:
             self.kernels[key] = chosen.name
         return True
 
-    def fused_collectives(self, dtype: str) -> frozenset[str]:
-        """The fused collectives that a kernel of this target runs on streams of `dtype` (float32, bfloat16)."""
+    def collectives(self, dtype: str) -> frozenset[str]:
+        """The fused collectives and the halves of an exchange that a kernel of this target runs on streams of `dtype` (float32,
+        bfloat16)."""
         out: set[str] = set()
-        for op in (f.name for f in FUSED):
+        for op in (*(f.name for f in FUSED), *EXCHANGE):
             try:
-                chosen = self._select(op, {"x": dtype, "w": dtype, "out": dtype}, {"tokens": 1})
+                chosen = self._select(op, dict.fromkeys(op_of(op).roles, dtype), {"tokens": 1})
             except SelectionError:
                 continue
             if chosen.solution != "reference":

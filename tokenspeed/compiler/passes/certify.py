@@ -63,7 +63,9 @@ def certify(r: Request, bodies: Sequence[Body]) -> dict[str, Any]:
     try:
         for variant in r.variants:
             mine = [b for b in bodies if b.problem.flat.variant == variant]
-            pair = _Pair(prepare(small, variant), prepare(alone, variant), r.config.values().get(_DEPTH, 0), r.fused)
+            pair = _Pair(
+                prepare(small, variant), prepare(alone, variant), r.config.values().get(_DEPTH, 0), r.collectives
+            )
             rows += [{"variant": variant, "buckets": b.buckets} | pair.check(b) for b in mine]
     finally:
         torch.set_num_threads(threads)

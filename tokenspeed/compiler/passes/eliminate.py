@@ -2,27 +2,50 @@
 
 Invariant: variables go in program order, so tables stay as narrow as what is live at a cut; ties go to the lowest
 choice (costs add without rounding, so what costs the same is a tie and equal layers choose alike). `marginal` is exact too:
-messages run back over the same cliques, nothing is solved again.
+messages run back over the same cliques, nothing is solved again. Messages are kept less their minimum: those of equal layers
+become equal a few layers into a stack, and what was worked out on equal tables is looked up.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 Factor = tuple[tuple[int, ...], np.ndarray]  # variables, ascending; cost[choice of each]
 
 
-@dataclass
-class _Clique:
-    """What one variable met when it was eliminated: `total[choices of scope, own choice]`."""
+@dataclass(frozen=True)
+class _Table:
+    """What one variable met when it was eliminated: `total[choices of scope, own choice]`, and the `message` it left: that,
+    minimised over the own choice, less `low`, its minimum."""
 
-    scope: tuple[int, ...]
     total: np.ndarray
-    message: np.ndarray  # total, minimised over the own choice
+    message: np.ndarray
+    low: float
+
+
+@dataclass(frozen=True)
+class _Clique:
+    scope: tuple[int, ...]
+    table: _Table
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.table.total
+
+
+class _Shared:
+    """One array for all arrays of equal content, so that equal tables are known by their identity."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return self.known.setdefault((x.shape, x.tobytes()), x)
 
 
 @dataclass
@@ -33,92 +56,102 @@ class Elimination:
     chosen: list[int]
     cost: float
     cliques: dict[int, _Clique]
-    beliefs: dict[int, np.ndarray] = field(default_factory=dict)
+    gaps: dict[int, np.ndarray] = field(default_factory=dict)
+    seen: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
     def marginal(self, variables: Sequence[int]) -> np.ndarray:
-        """Least total for each joint choice of `variables`, which some factor holds together; axes in the given order.
-
-        Costs of the constant part (variables without choice) are the caller's to add.
-        """
+        """How much more than the minimum each joint choice of `variables`, which some factor holds together, costs at least;
+        axes in the given order. Equal results are one array."""
         first = min(variables)  # the first to go met all the others
         order = (*self.cliques[first].scope, first) if first in self.cliques else ()
         missing = [v for v in variables if v not in order]
         if missing:
             raise ValueError(f"variables {missing} never met {first} in one table")
-        belief = self._belief(first)
-        rest = tuple(x for x, v in enumerate(order) if v not in variables)
-        kept = [v for v in order if v in variables]
-        out = belief.min(axis=rest) if rest else belief
-        return np.transpose(out, [kept.index(v) for v in variables])
-
-    def _belief(self, v: int) -> np.ndarray:
-        """Least total of the whole problem for each joint choice of a clique."""
-        if not self.beliefs:
+        if not self.gaps:
             self._propagate()
-        return self.beliefs[v]
+        gaps, at = self.gaps[first], tuple(order.index(v) for v in variables)
+        key = (id(gaps), at)
+        if key not in self.seen:
+            self.seen[key] = _onto(gaps, at)
+        return self.seen[key]
 
     def _propagate(self) -> None:
-        roots = [v for v, c in self.cliques.items() if not c.scope]
-        apart = {v: self.cost - float(self.cliques[v].message) for v in roots}  # what the other components cost
+        """Of every clique, what each joint choice costs more than the minimum."""
+        shared, known = _Shared(), dict[Any, np.ndarray]()
         for v in reversed(list(self.cliques)):
-            c = self.cliques[v]
-            if not c.scope:
-                self.beliefs[v] = c.total + apart[v]
+            scope, table = self.cliques[v].scope, self.cliques[v].table
+            if not scope:
+                self.gaps[v] = shared(table.total - table.total.min())
                 continue
-            parent = min(c.scope)  # the next of the scope to go took the message in
+            parent = min(scope)  # the next of the scope to go took the message in
             order = (*self.cliques[parent].scope, parent)
-            message = _spread(c.message, c.scope, order, self.picks)
-            with np.errstate(invalid="ignore"):
-                without = self.beliefs[parent] - message
-            without = np.where(np.isnan(without), np.inf, without)
-            rest = tuple(x for x, u in enumerate(order) if u not in c.scope)
-            back = without.min(axis=rest) if rest else without
-            kept = [u for u in order if u in c.scope]
-            back = np.transpose(back, [kept.index(u) for u in c.scope])
-            self.beliefs[v] = c.total + back[..., None]
+            at = tuple(order.index(u) for u in scope)
+            key = (id(table), id(self.gaps[parent]), at)
+            if key not in known:
+                with np.errstate(invalid="ignore"):
+                    without = self.gaps[parent] - _spread(table.message, at, len(order))
+                back = _onto(np.where(np.isnan(without), np.inf, without), at)
+                gaps = table.total + back[..., None]
+                known[key] = shared(gaps - gaps.min())
+            self.gaps[v] = known[key]
 
 
 def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
-    """Minimises the sum of `factors`; `picks[v]` choices a variable. Variables with one choice are in no factor."""
+    """Minimises the sum of `factors`; `picks[v]` choices a variable. Variables with one choice are in no factor. Equal tables are
+    best given as one array."""
     live: dict[int, Factor] = dict(enumerate(factors))
     of: dict[int, set[int]] = defaultdict(set)
     for k, (scope, _) in live.items():
         for v in scope:
             of[v].add(k)
-    fresh, constant = len(factors), 0.0
+    fresh, cost = len(factors), 0.0
     cliques: dict[int, _Clique] = {}
+    shared, known = _Shared(), dict[Any, _Table]()
     for v, n in enumerate(picks):
         if n == 1:
             continue
-        mine: list[Factor] = []
-        for k in sorted(of[v]):
-            mine.append(live.pop(k))
-            for u in mine[-1][0]:
-                if u != v:
-                    of[u].discard(k)
+        mine = [live.pop(k) for k in sorted(of[v])]
         scope = tuple(sorted({u for s, _ in mine for u in s} - {v}))
-        order = (*scope, v)
-        total = np.zeros([picks[u] for u in order])
-        for s, table in mine:
-            total += _spread(table, s, order, picks)
-        best = total.min(-1)
-        cliques[v] = _Clique(scope, total, best)
+        place = {u: x for x, u in enumerate((*scope, v))}
+        parts = [(table, tuple([place[u] for u in s])) for s, table in mine]
+        key = (n, *((id(table), at) for table, at in parts))
+        if key not in known:
+            total = np.zeros([picks[u] for u in place])
+            for table, at in parts:
+                total += _spread(table, at, len(place))
+            best = total.min(-1)
+            low = float(best.min())
+            known[key] = _Table(total, shared(best - low) if np.isfinite(low) else best, low)
+        table = known[key]
+        cliques[v] = _Clique(scope, table)
+        cost += table.low
+        for u in scope:
+            of[u] -= of[v]
+            of[u].add(fresh)
         if scope:
-            live[fresh] = (scope, best)
-            for u in scope:
-                of[u].add(fresh)
+            live[fresh] = (scope, table.message)
             fresh += 1
-        else:
-            constant += float(best)
     chosen = [0] * len(picks)
     for v in reversed(cliques):
         c = cliques[v]
-        chosen[v] = int(c.total[tuple(chosen[u] for u in c.scope)].argmin())
-    return Elimination(list(picks), chosen, constant, cliques)
+        chosen[v] = int(c.total[tuple([chosen[u] for u in c.scope])].argmin())
+    return Elimination(list(picks), chosen, cost, cliques)
 
 
-def _spread(table: np.ndarray, scope: tuple[int, ...], order: tuple[int, ...], picks: Sequence[int]) -> np.ndarray:
-    """`table` over `scope` as a broadcastable table over `order`."""
-    perm = sorted(range(len(scope)), key=lambda x: order.index(scope[x]))
-    shape = [picks[u] if u in scope else 1 for u in order]
-    return np.transpose(table, perm).reshape(shape)
+def _spread(table: np.ndarray, at: tuple[int, ...], axes: int) -> np.ndarray:
+    """`table`, whose axes are the axes `at` of a wider one with `axes` of them, so that it can be added to that."""
+    if list(at) != sorted(at):
+        perm = sorted(range(len(at)), key=at.__getitem__)
+        table, at = np.transpose(table, perm), tuple(at[x] for x in perm)
+    shape = [1] * axes
+    for x, n in zip(at, table.shape):
+        shape[x] = n
+    return table.reshape(shape)
+
+
+def _onto(table: np.ndarray, at: tuple[int, ...]) -> np.ndarray:
+    """`table` minimised over all axes but `at`, which come in that order."""
+    rest = tuple([x for x in range(table.ndim) if x not in at])
+    out = table.min(axis=rest) if rest else table
+    kept = sorted(at)
+    return np.transpose(out, [kept.index(x) for x in at])

@@ -63,11 +63,11 @@ def fused_factors(
                 if fits and rows[j][z].ins[0] == add.outs[0] and len(add.outs[0].dims) == 2:
                     table[x, y, z] = -saving(repairs, add.outs[0])
             memo[key] = table
-        table = memo[key]
         keep = [x for x, v in enumerate(scope) if len(rows[v]) > 1]
-        table = table[tuple(slice(None) if x in keep else 0 for x in range(3))]
-        if table.any():
-            out.append(merge_scope([scope[x] for x in keep], table))
+        if (key, *keep) not in memo:
+            memo[key, *keep] = memo[key][tuple(slice(None) if x in keep else 0 for x in range(3))]
+        if memo[key, *keep].any():
+            out.append(merge_scope([scope[x] for x in keep], memo[key, *keep]))
     return out
 
 

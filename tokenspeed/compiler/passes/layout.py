@@ -14,7 +14,8 @@ from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
 from tokenspeed.ir.spec import Factor, SpecDim
-from tokenspeed.models.nn.params import Matrices, PagedAttention, Weight
+from tokenspeed.models.nn.maps import Matrices, Weight
+from tokenspeed.models.nn.params import PagedAttention
 from tokenspeed.models.nn.state import DeltaRule
 
 #: dims whose extents the runtime fixes: token and request rows, KV and state slots, table width, packed words, request slots

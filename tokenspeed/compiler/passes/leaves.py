@@ -19,16 +19,8 @@ from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
-from tokenspeed.models.nn.params import (
-    STREAM,
-    LatentCache,
-    Matrices,
-    PagedAttention,
-    RMSNorm,
-    Rope,
-    SamplingState,
-    Weight,
-)
+from tokenspeed.models.nn.maps import STREAM, Matrices, Weight
+from tokenspeed.models.nn.params import LatentCache, PagedAttention, RMSNorm, Rope, SamplingState
 from tokenspeed.models.nn.state import DeltaRule, StateCache
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
@@ -271,12 +263,19 @@ def _sub_axes(leaf: LeafDef) -> dict[str, str]:
     return subs
 
 
-def _param_dims(leaf: LeafDef) -> list[SpecDim]:
-    """The dims of a leaf's weights and of its KV cache."""
+def expert_axes(leaf: LeafDef, expand: Callable[[str], Axes]) -> set[str]:
+    """Axes that count experts."""
+    stacks = [d.segments[0].out[0] for d in leaf.decls.values() if isinstance(d, Matrices) and d.stacked]
+    return {p for d in stacks for f in d.factors for a in f.axes for p in expand(a)}
+
+
+def _param_dims(leaf: LeafDef, experts: bool = True) -> list[SpecDim]:
+    """The dims of a leaf's weights and of its KV cache; without `experts` not those that count them."""
     dims: list[SpecDim] = []
     for decl in leaf.decls.values():
         if isinstance(decl, Matrices):
-            dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out)]
+            first = 0 if experts or not decl.stacked else 1
+            dims += [*decl.inp, *(d for seg in decl.segments for d in seg.out[first:])]
         elif isinstance(decl, PagedAttention | DeltaRule):
             dims += [decl.n, decl.kv]
         elif isinstance(decl, Weight | StateCache):
@@ -290,8 +289,9 @@ def starred(leaf: LeafDef) -> list[str]:
 
 
 def excluded(leaf: LeafDef, row: str, expand: Callable[[str], Axes]) -> set[str]:
-    """Axes a starred row dim may not use: of another dim or an unconditional pending of the signature, or of a weight."""
-    out = {p for d in _param_dims(leaf) for f in d.factors for a in f.axes for p in expand(a)}
+    """Axes a starred row dim may not use: of another dim or an unconditional pending of the signature, or of a weight, but of
+    those that count experts: there rows are exchanged."""
+    out = {p for d in _param_dims(leaf, experts=False) for f in d.factors for a in f.axes for p in expand(a)}
     for s in (*leaf.in_specs, *leaf.out_specs):
         for d in s.dims:
             for f in d.factors:

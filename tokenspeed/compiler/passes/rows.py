@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.compiler.costs import CostModel
+from tokenspeed.compiler.exchange import Load, load_of
 from tokenspeed.compiler.passes.layout import Layout
-from tokenspeed.compiler.passes.leaves import Binding, leaf_params, param_types, physical_stars, type_body
+from tokenspeed.compiler.passes.leaves import (
+    Binding,
+    expert_axes,
+    leaf_params,
+    param_types,
+    physical_stars,
+    type_body,
+)
 from tokenspeed.compiler.passes.trace import Flat, FlatNode, LeafDef
 from tokenspeed.ir.errors import PlanError, RuleError
 from tokenspeed.ir.graph import Param, param_type
@@ -36,18 +44,19 @@ class Row:
 class Choices:
     """Rows of every node of one flat program on one layout; shared by all buckets but for row factors and row counts."""
 
-    def __init__(self, flat: Flat, layout: Layout, binding: Binding, costs: CostModel) -> None:
-        self.flat, self.layout, self.b, self.costs = flat, layout, binding, costs
+    def __init__(self, flat: Flat, layout: Layout, binding: Binding, costs: CostModel, exchanges: bool = True) -> None:
+        """`exchanges`: whether the target has kernels that exchange rows."""
+        self.flat, self.layout, self.b, self.costs, self.exchanges = flat, layout, binding, costs, exchanges
         self.mesh = layout.plan.mesh
         self.ports = {name: binding.spec(spec, dtype) for name, (spec, dtype) in flat.ports.items()}
         self.params = self._params()
         self.leaf_outs: dict[int, tuple[Type, ...]] = {}
         self.leaf_param: dict[int, dict[str, Param]] = {id(leaf): leaf_params(leaf, binding) for leaf in flat.leaves}
         self.base = self._shapes()
-        self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, float, dict[str, Axes]]] = {}
-        self.row_memo: dict[Any, list[Row]] = {}
-        self.classes: dict[Any, int] = {}
-        self.class_of: dict[int, int] = {}
+        self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, float, dict[str, Axes], list[Load]]] = {}
+        self.row_memo: dict[Any, dict[int, list[Row]]] = {}  # by bucket and kind of node
+        known: dict[Any, int] = {}
+        self.kinds = [self._kind(n, known) for n in flat.nodes]
 
     def _params(self) -> dict[str, Param]:
         out: dict[str, Param] = {}
@@ -83,34 +92,39 @@ class Choices:
 
     # ---- rows ----
 
-    def rows(self, n: FlatNode, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[Row]:
-        """All rows of one node; `factors` are the row factors and `count` the global rows of t and s in this bucket."""
-        key = (self._class(n), tuple(sorted(factors.items())), tuple(sorted(count.items())))
-        if key not in self.row_memo:
+    def rows(self, factors: Mapping[str, Axes], count: Mapping[str, int]) -> list[list[Row]]:
+        """All rows of every node; `factors` are the row factors and `count` the global rows of t and s in this bucket."""
+        bucket = (tuple(sorted(factors.items())), tuple(sorted(count.items())))
+        memo = self.row_memo.setdefault(bucket, {})
+        for n, kind in zip(self.flat.nodes, self.kinds):
+            if kind in memo:
+                continue
             if n.leaf is not None:
                 rows = self._leaf_rows(n, n.leaf, factors, count)
             else:
                 ins = [self.base[i] for i in n.inputs if not i.startswith("@")]
                 weights = [param_type(self.params, i) for i in n.inputs if i.startswith("@")]
                 rows = self._glue_rows(n, ins, weights, factors, count)
+                if not rows:
+                    given = ", ".join(t.text(self.layout.plan) for t in (*ins, *weights))
+                    raise PlanError(
+                        "P030", f"{n.origin}: {n.op} has no legal placement of {given}, however its values are placed"
+                    )
                 rows = [r for r in rows if n.spec is None or self._admits(n.spec, r.outs[0])]
-            self.row_memo[key] = rows
-        return self.row_memo[key]
+            memo[kind] = rows
+        return [memo[kind] for kind in self.kinds]
 
-    def _class(self, n: FlatNode) -> int:
+    def _kind(self, n: FlatNode, known: dict[Any, int]) -> int:
         """Number of what decides a node's rows: alike for the same node of every layer."""
-        if id(n) not in self.class_of:
-            if n.leaf is not None:
-                key: Any = id(n.leaf)
-            else:
-                ins = tuple(self.base[i] for i in n.inputs if not i.startswith("@"))
-                indexed = tuple(
-                    self.ports[i].index if i in self.ports else None for i in n.inputs if not i.startswith("@")
-                )
-                weights = tuple(param_type(self.params, i) for i in n.inputs if i.startswith("@"))
-                key = (n.op, ins, indexed, weights, tuple(sorted(n.attrs.items())), n.spec)
-            self.class_of[id(n)] = self.classes.setdefault(key, len(self.classes))
-        return self.class_of[id(n)]
+        if n.leaf is not None:
+            key: Any = id(n.leaf)
+        else:
+            values = [i for i in n.inputs if not i.startswith("@")]
+            ins = tuple(self.base[i] for i in values)
+            indexed = tuple(self.ports[i].index if i in self.ports else None for i in values)
+            weights = tuple(param_type(self.params, i) for i in n.inputs if i.startswith("@"))
+            key = (n.op, ins, indexed, weights, tuple(sorted(n.attrs.items())), n.spec)
+        return known.setdefault(key, len(known))
 
     def _leaf_rows(
         self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]
@@ -119,6 +133,11 @@ class Choices:
         for stars in physical_stars(leaf, self.layout, factors):
             ins = tuple(self.b.spec(s, self.base[i].dtype, stars) for s, i in zip(leaf.in_specs, n.inputs))
             outs = tuple(self.b.spec(s, self.base[o].dtype, stars) for s, o in zip(leaf.out_specs, n.outputs))
+            if (
+                any(set(axes) & expert_axes(leaf, self.layout.plan.axes) for axes in stars.values())
+                and not self.exchanges
+            ):
+                continue
             cost, held = self._leaf_price(leaf, ins, stars, count)
             out.append(Row(ins, outs, cost, tuple(sorted(stars.items())), held))
         if not out:
@@ -136,6 +155,7 @@ class Choices:
             body = type_body(leaf, self.b, self.leaf_param[id(leaf)], list(ins), stars)
             moved, madds, held = 0.0, 0.0, 0.0
             outside = {*body.inputs, *body.outputs}
+            loads: list[Load] = []
             row_axes: dict[str, Axes] = {}
             for node in body.nodes:
                 args = [body.types[i] for i in node.inputs if not i.startswith("@")]
@@ -144,13 +164,18 @@ class Choices:
                     row_axes.update({d.name: d.axes for d in t.dims if d.name in ROW_DIMS})
                 weights = [param_type(body.params, i) for i in node.inputs if i.startswith("@")]
                 m, f = OPS[node.op].row_cost(*([self._local(t) for t in ts] for ts in (args, outs, weights)))
-                moved, madds = moved + m, madds + f
+                sharing = self.mesh.size(OPS[node.op].spread([*args, *weights]))
+                moved, madds = moved + m / sharing, madds + f / sharing
+                if load := load_of(node.op, [*args, *weights], self.layout.plan, self.layout.sizes):
+                    loads.append(load)
                 inner = {v: body.types[v] for v in (*node.values, *node.outputs) if v not in outside}
                 held = max(held, float(sum(math.prod(self._local(t)) * DTYPE_BYTES[t.dtype] for t in inner.values())))
-            self.leaf_cost[key] = (moved, madds, len(body.nodes), held, row_axes)
-        moved, madds, ops, held, row_axes = self.leaf_cost[key]
+            held += sum(load.held for load in loads)
+            self.leaf_cost[key] = (moved, madds, len(body.nodes), held, row_axes, loads)
+        moved, madds, ops, held, row_axes, loads = self.leaf_cost[key]
         rows = max((count[d] // self.mesh.size(a) for d, a in row_axes.items()), default=1)
-        return self.costs.compute(moved * DTYPE_BYTES[self.b.dtype] * rows, madds * rows, ops), held * rows
+        work = self.costs.compute(moved * DTYPE_BYTES[self.b.dtype] * rows, madds * rows, ops)
+        return work + sum(load.price(self.costs, rows) for load in loads), held * rows
 
     def _local(self, t: Type) -> tuple[int, ...]:
         sizes = self.layout.sizes

@@ -7,7 +7,6 @@ minimum of that sum; ties go to fewer collectives, then to the earliest row. `So
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,14 +69,14 @@ class Solution:
         if not pair:
             return None
         pair = list(dict.fromkeys(pair))
-        totals = e.marginal(pair)
-        key = (v.key[0], v.key[j + 1], *(e.chosen[i] for i in pair), v.maker in pair, totals.tobytes())
-        if key not in self.asked:  # equal layers have equal totals
-            self.asked[key] = self._other(v, j, consumer, pair, totals)
+        gaps = e.marginal(pair)
+        key = (v.key[0], v.key[j + 1], *(e.chosen[i] for i in pair), v.maker in pair, id(gaps))
+        if key not in self.asked:  # equal layers have equal gaps
+            self.asked[key] = self._other(v, j, consumer, pair, gaps)
         return self.asked[key]
 
-    def _other(self, v: Value, j: int, consumer: int, pair: list[int], totals: np.ndarray) -> RunnerUp | None:
-        """The best of the totals in which edge j of the value has other types than those chosen."""
+    def _other(self, v: Value, j: int, consumer: int, pair: list[int], gaps: np.ndarray) -> RunnerUp | None:
+        """The least of the gaps in which edge j of the value has other types than those chosen."""
         e = self.elimination
         sources, targets = self._codes(v, j)
         if len(pair) == 2:
@@ -86,15 +85,15 @@ class Solution:
             other = sources != sources[e.chosen[v.maker]]
         else:
             other = targets != targets[e.chosen[consumer]]
-        totals = np.where(other, totals, np.inf)
-        at = np.unravel_index(int(totals.argmin()), totals.shape)
-        least = float(totals[at])
+        gaps = np.where(other, gaps, np.inf)
+        at = np.unravel_index(int(gaps.argmin()), gaps.shape)
+        least = float(gaps[at])
         if not np.isfinite(least):
             return None
         row = dict(zip(pair, map(int, at)))
         source = v.sources[row.get(v.maker, 0)]
         target = v.wanted[j][row.get(consumer, 0)]
-        return RunnerUp(source, target, self.repairs.path(source, target), max(least - e.cost, 0.0))
+        return RunnerUp(source, target, self.repairs.path(source, target), least)
 
     def _codes(self, v: Value, j: int) -> tuple[np.ndarray, np.ndarray]:
         """The types of the value's rows and of consumer j's as small integers."""
@@ -109,16 +108,8 @@ class Solution:
 
 def values_of(flat: Flat, choices: Choices, rows: list[list[Row]], results: list[Type]) -> dict[str, Value]:
     """Every value that somebody takes, in order of first use."""
-    makers = {o: (i, k) for i, n in enumerate(flat.nodes) for k, o in enumerate(n.outputs)}
-    uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for i, n in enumerate(flat.nodes):
-        for k, v in enumerate(v for v in n.inputs if not v.startswith("@")):
-            uses[v].append((i, k))
-    for k, (v, _) in enumerate(flat.results):
-        uses[v].append((RESULT, k))
     out: dict[str, Value] = {}
-    for name, consumers in uses.items():
-        i, o = makers.get(name, (RESULT, 0))
+    for name, ((i, o), consumers) in flat.uses.items():
         sources = [choices.ports[name]] if i < 0 else [r.outs[o] for r in rows[i]]
         wanted = [[results[k]] if c < 0 else [r.ins[k] for r in rows[c]] for c, k in consumers]
         source_key: Any = ("port", choices.ports[name]) if i < 0 else (id(rows[i]), o)
@@ -136,30 +127,36 @@ def solve(
     factors: list[Factor] = list(extra)
     constant = 0.0
     picks = [len(r) for r in rows]
+    memo: dict[object, np.ndarray] = {}  # of equal layers the tables are one
     for i, options in enumerate(rows):
         if len(options) == 1:
             constant += options[0].cost
         else:
-            factors.append(((i,), np.array([r.cost for r in options])))
-    memo: dict[object, np.ndarray] = {}
+            if id(options) not in memo:
+                memo[id(options)] = np.array([r.cost for r in options])
+            factors.append(((i,), memo[id(options)]))
     for v in values.values():
         alone = len(v.consumers) > JOINT
         groups = [[j] for j in range(len(v.consumers))] if alone else [list(range(len(v.consumers)))]
         if v.maker < 0 and alone:
             groups = _distinct(groups, v.wanted)
         for group in groups:
-            table = _value_table(v, group, repairs, memo)
-            if not np.isfinite(table).any():
-                _no_placement(flat, v, [v.wanted[j] for j in group])
-            if tactics is not None and tactics.pins:
-                table = _pinned(flat, v, group, table, repairs, tactics)
             scope = [v.maker, *(v.consumers[j][0] for j in group)]
             keep = [x for x, owner in enumerate(scope) if owner >= 0 and picks[owner] > 1]
-            table = table[tuple(slice(None) if x in keep else 0 for x in range(len(scope)))]
-            if not keep:
-                constant += float(table)
+            key = (v.key[0], *(v.key[j + 1] for j in group), *keep, *(scope.index(x) for x in scope))
+            pinned = tactics is not None and tactics.pins
+            if pinned or key not in memo:
+                table = _value_table(v, group, repairs, memo)
+                if not np.isfinite(table).any():
+                    _no_placement(flat, v, [v.wanted[j] for j in group])
+                if tactics is not None and pinned:
+                    table = _pinned(flat, v, group, table, repairs, tactics)
+                table = table[tuple(slice(None) if x in keep else 0 for x in range(len(scope)))]
+                memo[key] = merge_scope([scope[x] for x in keep], table)[1]
+            if keep:
+                factors.append((tuple(dict.fromkeys(scope[x] for x in keep)), memo[key]))
             else:
-                factors.append(merge_scope([scope[x] for x in keep], table))
+                constant += float(memo[key])
     found = eliminate(picks, factors)
     total = constant + found.cost
     if not np.isfinite(total):

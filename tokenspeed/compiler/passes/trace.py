@@ -6,8 +6,10 @@ normalised (gated activations fused), its parameters are named relative to its m
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tokenspeed.ir.builder import CallNode, Frame, Proxy, Trace, tracing
@@ -15,8 +17,9 @@ from tokenspeed.ir.errors import Origin, PlacementError
 from tokenspeed.ir.graph import Node
 from tokenspeed.ir.spec import Spec
 from tokenspeed.models.nn.config import Config
+from tokenspeed.models.nn.maps import Linear, Weight
 from tokenspeed.models.nn.module import Module, name_tree
-from tokenspeed.models.nn.params import Linear, PagedAttention, Weight
+from tokenspeed.models.nn.params import PagedAttention
 
 #: a declaration of a parameter: Linear, Weight, RMSNorm, Rope, PagedAttention, SamplingState
 Decl = Any
@@ -68,6 +71,19 @@ class Flat:
     leaves: list[LeafDef]
     dims: dict[str, int]
     exports: list[str] = field(default_factory=list)  # names of results after the first, in order
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[tuple[int, int], list[tuple[int, int]]]]:
+        """Of each value that somebody takes, in order of first use: (node, result) that makes it, (-1, 0) for a port; and (node,
+        operand) of each consumer, (-1, k) for result k of the program."""
+        makers = {o: (i, k) for i, n in enumerate(self.nodes) for k, o in enumerate(n.outputs)}
+        uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for i, n in enumerate(self.nodes):
+            for k, v in enumerate(v for v in n.inputs if not v.startswith("@")):
+                uses[v].append((i, k))
+        for k, (v, _) in enumerate(self.results):
+            uses[v].append((-1, k))
+        return {name: (makers.get(name, (-1, 0)), consumers) for name, consumers in uses.items()}
 
     def consumer_name(self, i: int) -> str:
         """How edges into flat node i are named: a module's path, what an op makes, or `result` for -1."""

@@ -15,17 +15,8 @@ from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import EACH, Entry, Part, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
-from tokenspeed.models.nn.params import (
-    STREAM,
-    HeadLinear,
-    LatentCache,
-    Matrices,
-    PagedAttention,
-    RMSNorm,
-    Rope,
-    SamplingState,
-    Weight,
-)
+from tokenspeed.models.nn.maps import STREAM, HeadLinear, Matrices, Weight
+from tokenspeed.models.nn.params import LatentCache, PagedAttention, RMSNorm, Rope, SamplingState
 from tokenspeed.models.nn.state import StateCache
 
 #: entries of one block of a quantised format along a row

@@ -67,6 +67,14 @@ class Op:
         """Keyword arguments of the kernel on one rank: attributes plus the offsets it owns."""
         return dict(attrs)
 
+    def exchange(self, ins: Sequence[Type]) -> Axes:
+        """Axes over whose ranks the op exchanges rows itself, by the types of its operands."""
+        return ()
+
+    def spread(self, ins: Sequence[Type]) -> Axes:
+        """Axes whose ranks share the work of a row, beyond what their local shapes say."""
+        return ()
+
     def takes(self, kind: str, attrs: Mapping[str, Any]) -> bool:
         """Whether some row of the rule takes an operand pending by `kind` (not sum)."""
         return False

@@ -1,8 +1,10 @@
 """Mixture of experts: `route` picks each token's experts, `experts` runs the ones this rank holds on all rows it sees.
 
-Invariant: no op here moves a row. Where the experts lie on an axis, every rank of it sees the same rows and adds only its
-own experts' share, so the result is a sum pending over that axis; an axis inside the experts' width leaves one pending
-too. Whether rows are gathered before and scattered after is the solver's choice, as at any other edge.
+Invariant: where the experts lie on an axis, there are two ways, axis by axis. Every rank of it sees the same rows and adds
+only its own experts' share, so the result is a sum pending over that axis. Or the rows lie on the axis too: `experts`
+exchanges them, a row goes to the ranks that hold an expert it picked and their shares come back, so the result is complete
+and lies as the rows do. An axis inside the experts' width leaves a sum pending. Which it is follows from where the rows lie,
+and that is the solver's choice.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.mesh import Plan
+from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.types import Type
 
@@ -126,6 +128,7 @@ class Experts(Op):
             (r,) * 9: r,
             (t, t, t, *(r,) * 6): t,
             (r, r, r, *(e,) * 6): "P",  # each rank its own experts
+            (t, t, t, *(e,) * 6): t,  # rows are exchanged
             (r, r, r, f, f, f, f, f, "P"): "P",  # each rank a part of every expert's width, contracted by `down`
         }
         got = {k[: len(states)]: v for k, v in table.items()}.get(tuple(states))
@@ -135,8 +138,8 @@ class Experts(Op):
             raise refuse("experts", axis, states, ins, f"silu is not linear: x must be reduced over {axis} first", "P011",
                          example="2 ranks: f(3) + f(4) is not f(3 + 4)")  # fmt: skip
         if t in states[:3]:
-            raise refuse("experts", axis, states, ins, f"rows, ids and shares go together, with whole experts: on {axis} "
-                         "either the rows are split or the weights are")  # fmt: skip
+            raise refuse("experts", axis, states, ins, f"rows, ids and shares go together, with whole experts or to other ranks' "
+                         f"experts: on {axis} their width is split, or not all lie alike")  # fmt: skip
         if tuple(states[3:8]) == (f,) * 5:
             raise refuse(
                 "experts", axis, states, ins, f"a complete bias inside a sum pending over {axis} is counted once a rank", "P012",
@@ -153,6 +156,13 @@ class Experts(Op):
             if len(axes) > 1:
                 raise RuleError("P014", f"experts: {ins[3].names[k]} is sharded in the orders {sorted(axes)}")
         return outs
+
+    def exchange(self, ins: Sequence[Type]) -> Axes:
+        rows = [set(x.dims[0].axes) for x in ins[:3]]
+        return tuple(a for a in ins[0].dims[0].axes if a in ins[3].dims[0].axes and all(a in r for r in rows))
+
+    def spread(self, ins: Sequence[Type]) -> Axes:
+        return tuple(a for a in ins[3].dims[0].axes if a not in ins[0].dims[0].axes)
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
@@ -179,11 +189,14 @@ class Experts(Op):
     def row_cost(
         self, ins: Sequence[Sequence[int]], outs: Sequence[Sequence[int]], weights: Sequence[Sequence[int]] = ()
     ) -> tuple[float, float]:
-        """As if a row's experts all lay here: an upper bound where they are spread over ranks."""
-        (h,), (k,) = ins[0][1:], ins[1][1:]
-        held, f, _ = weights[0]
-        picked = min(k, held)
-        return float(2 * h + picked * (h + 3 * f)), float(3 * picked * h * f)
+        """Of all the experts that a row picks: `spread` ranks share them evenly."""
+        (h,), (k,), f = ins[0][1:], ins[1][1:], weights[0][1]
+        return float(2 * h + k * (h + 3 * f)), float(3 * k * h * f)
+
+
+def wanted(ids: Tensor, first: int, held: int) -> Tensor:
+    """bool[T]: rows of ids [T, K] some of which lie in first .. first + held."""
+    return ((ids >= first) & (ids < first + held)).any(-1)
 
 
 def gated(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -14,22 +14,19 @@ from tokenspeed.models.nn.blocks import (
     Tokens,
 )  # fmt: skip
 from tokenspeed.models.nn.config import Config, ConfigError
+from tokenspeed.models.nn.maps import Experts, HeadLinear, Linear, Weight
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.moe import Mixture, Routed, Shared
 from tokenspeed.models.nn.params import (
     Clamp,
-    Experts,
-    HeadLinear,
     LatentAttention,
     LatentIndex,
     LayerNorm,
-    Linear,
     PagedAttention,
     RMSNorm,
     Rope,
     Routing,
     SamplingState,
-    Weight,
     add_gumbel,
     argmax,
     experts,
@@ -46,7 +43,7 @@ from tokenspeed.models.nn.params import (
     silu,
     softcap,
     temper,
-)  # fmt: skip
+)
 from tokenspeed.models.nn.state import Conv, DeltaRule, GatedRMSNorm, StateBatch, StateCache, decay, l2_norm
 
 __all__ = [

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from tokenspeed.ir.builder import current
+from tokenspeed.models.nn.maps import Linear, Weight
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.params import (
-    Linear,
     SamplingState,
-    Weight,
     add_gumbel,
     argmax,
     export,
@@ -21,7 +20,7 @@ from tokenspeed.models.nn.params import (
     silu,
     softcap,
     temper,
-)  # fmt: skip
+)
 
 Stream = Annotated[Tensor, "t* h +?"]  # a residual stream: any token spread, perhaps pending
 Rows = Annotated[Tensor, "t* h"]  # any token spread, complete

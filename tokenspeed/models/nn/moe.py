@@ -8,8 +8,9 @@ from typing import Annotated
 from torch import Tensor
 
 from tokenspeed.models.nn.blocks import MLP, Rows, Stream
+from tokenspeed.models.nn.maps import Experts, Linear, Weight
 from tokenspeed.models.nn.module import Module
-from tokenspeed.models.nn.params import Clamp, Experts, Linear, Routing, Weight, experts, route
+from tokenspeed.models.nn.params import Clamp, Routing, experts, route
 
 
 class Routed(Module):
@@ -23,8 +24,8 @@ class Routed(Module):
         self.how, self.clamp = how, clamp
         self.router = Linear("h -> e", bias=biases, dtype="f32")
         self.correction = Weight("e", dtype="f32") if bias else None
-        self.w13 = Experts("e@ep h -> fe@etp | fe@etp", bias=biases)
-        self.w2 = Experts("e@ep fe@etp -> h", bias="e@ep h +etp" if biases else None)
+        self.w13 = Experts("e@ep: h -> fe@etp | fe@etp", bias=biases)
+        self.w2 = Experts("e@ep: fe@etp -> h", bias="e@ep h +etp" if biases else None)
 
     def forward(self, x: Rows) -> Annotated[Tensor, "t* h +ep? +etp"]:
         ids, shares = route(self.router(x), self.how, self.correction)

@@ -1,153 +1,21 @@
-"""Ops with weights: Weight, Linear, Experts, RMSNorm, Rope, PagedAttention. They are ops of the enclosing body, not modules.
+"""Ops with weights beside the maps (RMSNorm, Rope, PagedAttention ...), and ops without. They are ops of the enclosing body, not
+modules.
 
 Invariant: a declaration names dims and axes only; extents come from the model's `dims` and ranks from the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
-from tokenspeed.ir.spec import Spec, SpecDim, parse_sides, parse_spec
+from tokenspeed.ir.spec import parse_spec
 from tokenspeed.models.nn.config import ConfigError
+from tokenspeed.models.nn.maps import STREAM, Experts, Weight, read_spec
 from tokenspeed.models.nn.module import Param
-
-T = TypeVar("T")
-
-#: marks "the dtype of the activation stream" until the compiler knows it
-STREAM = "act"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One matrix of a weight, as the checkpoint holds it: output dims, then input dims."""
-
-    out: tuple[SpecDim, ...]
-    inp: tuple[SpecDim, ...] = ()
-
-
-def _read(parse: Callable[[str], T], text: str) -> T:
-    """What `parse` makes of an author's text; its SpecError says on which line the text stands."""
-    try:
-        return parse(text)
-    except SpecError as e:
-        raise SpecError(e.code, f"{caller()}: {e.message}") from None
-
-
-def read_spec(text: str) -> Spec:
-    """An annotation of an author's; its SpecError says on which line it stands."""
-    return _read(parse_spec, text)
-
-
-class Weight(Param):
-    """One tensor, e.g. Weight("v@vp h", pad=("v", 64)): extent of v is the next multiple of lcm(64, ranks of vp).
-
-    dtype: default the stream's, or what the checkpoint stores in blocks; "f32" for numbers that must not be rounded."""
-
-    def __init__(self, spec: str, pad: tuple[str, int] | None = None, dtype: str = STREAM) -> None:
-        self.spec: Spec = _read(parse_spec, spec)
-        self.pad, self.dtype = pad, dtype
-        names = [d.name for d in self.spec.dims]
-        if pad and pad[0] not in names:
-            raise SpecError("P001", f"{caller()}: Weight({spec!r}): pad names {pad[0]!r}, which is not a dim of it")
-
-    def ref(self) -> str:
-        current().frame.params[self.path] = self
-        return f"@{self.path}"
-
-
-class Matrices(Param):
-    """A map "IN -> OUT | OUT ..." stored as one matrix, a segment an output; what Linear and Experts share."""
-
-    text: str
-    inp: tuple[SpecDim, ...]
-    segments: list[Segment]
-    bias: list[Spec] | None = None
-    stacked: bool = False  # the first output dim of each segment counts checkpoint tensors
-
-
-def _biases(map_: str, segments: list[Segment], bias: bool | str | None) -> list[Spec] | None:
-    """Where the biases of a map lie: like each output, or as a spec says of the one output."""
-    if isinstance(bias, str) and len(segments) != 1:
-        raise SpecError("P001", f"{caller()}: {map_!r}: a bias spec goes with one segment")
-    return [_read(parse_spec, bias)] if isinstance(bias, str) else [Spec(seg.out) for seg in segments] if bias else None
-
-
-class Linear(Matrices):
-    """A linear map "h -> n@tp*d | kv@tp:kv*d | ...": one output a segment, stored as one matrix [sum of outputs, input].
-
-    bias: None, or True for a bias placed like each output, or a spec for a pending one ("h +mlp", kept by the first rank).
-    dtype: of the outputs, default the stream's ("f32" for logits).
-    """
-
-    def __init__(self, map_: str, bias: bool | str | None = None, dtype: str = STREAM) -> None:
-        self.text, self.dtype = map_, dtype
-        self.inp, outs = _read(parse_sides, map_)
-        self.segments = [Segment(out, self.inp) for out in outs]
-        self.bias = _biases(map_, self.segments, bias)
-
-    def __call__(self, x: Any) -> Any:
-        current().frame.params[self.path] = self
-        k = len(self.segments)
-        refs = [f"@{self.path}:{i}" for i in range(k)]
-        if self.bias:
-            refs += [f"@{self.path}.bias:{i}" for i in range(k)]
-        return apply(
-            "linear",
-            [x, *refs],
-            k,
-            in_dims=tuple(d.name for d in self.inp),
-            segments=k,
-            bias=bool(self.bias),
-            dtype=self.dtype,
-        )
-
-
-class Experts(Matrices):
-    """One linear map an expert, "e@ep h -> f@etp | f@etp" or "e@ep f@etp -> h": the expert's dim comes first, and a
-    checkpoint holds a tensor an expert. bias: as of Linear ("e@ep h +etp"). The weights of `experts`."""
-
-    stacked = True
-
-    def __init__(self, map_: str, bias: bool | str | None = None) -> None:
-        self.text = map_
-        (expert, *inp), outs = _read(parse_sides, map_)
-        if len(inp) != 1 or any(len(out) != 1 for out in outs):
-            raise SpecError(
-                "P001", f"{caller()}: Experts({map_!r}) maps one dim of each expert, e.g. `e@ep h -> f@etp | f@etp`"
-            )
-        self.inp = tuple(inp)
-        self.segments = [Segment((expert, *out), self.inp) for out in outs]
-        self.bias = _biases(map_, self.segments, bias)
-
-    def refs(self) -> tuple[list[str], list[str]]:
-        """References of the maps, and of their biases."""
-        current().frame.params[self.path] = self
-        count = range(len(self.segments))
-        return [f"@{self.path}:{i}" for i in count], [f"@{self.path}.bias:{i}" for i in count if self.bias]
-
-
-class HeadLinear(Matrices):
-    """One linear map a head, "n@tp: a -> b": [T, n, a] -> [T, n, b]. A checkpoint holds the heads' matrices [b, a] as one, one
-    under the other; with `transposed` matrices [a, b]."""
-
-    def __init__(self, map_: str, transposed: bool = False) -> None:
-        self.text = map_
-        heads, _, rest = map_.partition(":")
-        inp, outs = _read(parse_sides, rest)
-        dims = [*_read(parse_spec, heads).dims, *inp, *(outs[0] if outs else ())]
-        if len(dims) != 3 or len(outs) != 1:
-            raise SpecError("P001", f"{caller()}: HeadLinear({map_!r}) maps one dim of each head, e.g. `n@tp: a -> b`")
-        head, a, b = dims
-        rows, self.inp = (a, (b,)) if transposed else (b, (a,))
-        self.segments = [Segment((head, rows), self.inp)]
-
-    def __call__(self, x: Any) -> Any:
-        current().frame.params[self.path] = self
-        return apply("head_linear", [x, f"@{self.path}"])
 
 
 class RMSNorm(Param):
@@ -157,7 +25,7 @@ class RMSNorm(Param):
     this (Gemma stores w - 1)."""
 
     def __init__(self, spec: str, eps: float, dtype: str = STREAM, offset: float = 0.0) -> None:
-        self.spec, self.eps, self.dtype, self.offset = _read(parse_spec, spec), eps, dtype, offset
+        self.spec, self.eps, self.dtype, self.offset = read_spec(spec), eps, dtype, offset
 
     def __call__(self, x: Any) -> Any:
         current().frame.params[self.path] = self
@@ -210,7 +78,7 @@ class PagedAttention(Param):
     """
 
     def __init__(self, spec: str, scale: float, window: int | None = None, softcap: float | None = None) -> None:
-        dims = [_read(parse_spec, word).dims[0] for word in spec.split()]  # of two tensors, so an axis may recur
+        dims = [read_spec(word).dims[0] for word in spec.split()]  # of two tensors, so an axis may recur
         if len(dims) != 3:
             raise SpecError(
                 "P001", f"{caller()}: PagedAttention({spec!r}) takes three dims: query heads, KV heads, head width"
@@ -233,7 +101,7 @@ class LatentCache(Param):
     """What attention keeps of a token that all heads share, in the full-attention group: a cache for each dim of the spec."""
 
     def __init__(self, spec: str) -> None:
-        self.spec = _read(parse_spec, spec)
+        self.spec = read_spec(spec)
 
     def append(self, values: Sequence[Any], b: Any) -> list[str]:
         """Writes this step's values [T, C], one a dim; references of the caches."""

@@ -11,8 +11,9 @@ from typing import Any
 from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
 from tokenspeed.models.nn.blocks import Batch
+from tokenspeed.models.nn.maps import STREAM, Weight, read_spec
 from tokenspeed.models.nn.module import Param, Port
-from tokenspeed.models.nn.params import STREAM, RMSNorm, Weight, read_spec
+from tokenspeed.models.nn.params import RMSNorm
 
 
 class StateBatch(Batch):
