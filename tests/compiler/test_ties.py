@@ -33,7 +33,14 @@ ROWS = 16
 def compiled(mesh: str, axes: str, dtype: str) -> Result:
     plan = make_plan(parse_mesh(mesh), axes)
     request = Request(
-        find_family("LlamaForCausalLM"), Config(tiny()), plan, [(ROWS, ROWS)], dtype, dtype, load_costs("cpu"), variants=("gumbel",)
+        find_family("LlamaForCausalLM"),
+        Config(tiny()),
+        plan,
+        [(ROWS, ROWS)],
+        dtype,
+        dtype,
+        load_costs("cpu"),
+        variants=("gumbel",),
     )
     return run_passes(request)
 
@@ -47,9 +54,7 @@ def greedy(mesh: str, axes: str, dtype: str, seed: int, twins: bool = False) -> 
         half = weights["head.w"].shape[0] // 2
         weights["head.w"] = weights["head.w:0"] = torch.cat([weights["head.w"][:half]] * 2)
     groups = p.plan.mesh.size(p.plan.home)
-    work = [
-        [(i, [7 * i + 3], 0) for i in range(g * ROWS // groups, (g + 1) * ROWS // groups)] for g in range(groups)
-    ]
+    work = [[(i, [7 * i + 3], 0) for i in range(g * ROWS // groups, (g + 1) * ROWS // groups)] for g in range(groups)]
     sim = Simulator(p, trial.runtime_sizes(p), torch.float64 if dtype == "f32" else torch.float32)
     results, env = sim.run(trial.batch(p, work), weights, {})
     at = [g * ROWS + i for g, mine in enumerate(work) for i in range(len(mine))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.models import PROMPTS, write_tiny
-from tokenspeed import Engine, SamplingParams, compiler
+from tokenspeed import Engine, RequestOutput, SamplingParams, compiler
 from tokenspeed.runtime.compiling import compile_options, write_artifact
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
@@ -39,14 +39,19 @@ PLANS = [("dp=2,tp=2", "mlp=dp*tp,vp=dp*tp"), ("dp=2", "mlp=dp,vp=dp"), ("a=2,b=
 
 
 def sampled(model: Path, mesh: str, axes: str) -> list[list[int]]:
-    """Greedy, temperature and filtered tokens (the gumbel and the full variant) of four prompts on one plan."""
+    return [r.token_ids for r in generated(model, mesh, axes)]
+
+
+def generated(model: Path, mesh: str, axes: str) -> list[RequestOutput]:
     return of_engine(
         model=str(model), mesh=mesh, axes=axes, max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, buckets=[1, 4, 8, 32],
         core="process" if mesh else "inproc",
     )  # fmt: skip
 
 
-def of_engine(**options: Any) -> list[list[int]]:
+def of_engine(**options: Any) -> list[RequestOutput]:
+    """What four prompts give by greedy, temperature and filtered sampling (the gumbel and the full variant), then with every
+    other parameter."""
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 1003) for _ in range(n)] for n in (3, 17, 9, 30)]
     common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
@@ -54,9 +59,14 @@ def of_engine(**options: Any) -> list[list[int]]:
         SamplingParams(temperature=0, **common),
         SamplingParams(temperature=0.8, seed=5, **common),
         SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=5, repetition_penalty=1.2, **common),
-    ]
+        SamplingParams(
+            temperature=1.3, top_p=0.8, min_p=0.001, seed=6, presence_penalty=0.7, frequency_penalty=0.4,
+            logit_bias={5: 3.0, 700: -4.0, 1002: 3.0}, logprobs=7, **common,
+        ),
+        SamplingParams(temperature=0, allowed_token_ids=[4, 501, 502, 1000, 1001], logprobs=20, min_tokens=8, **common),
+    ]  # fmt: skip
     with Engine(**options) as engine:
-        return [r.token_ids for kind in kinds for r in engine.generate(input_ids=prompts, sampling_params=kind)]
+        return [r for kind in kinds for r in engine.generate(input_ids=prompts, sampling_params=kind)]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +99,23 @@ def test_rows_that_travel_to_their_experts_give_the_tokens_of_one_rank(tmp_path:
     rows = [r for e in done.result.explain.values() for r in e["redistributions"] if r["op"] == "exchange"]
     assert {tuple(r["axes"]) for r in rows} == {("dp",), ("dp", "tp")}
     artifact = write_artifact(options, done, str(tmp_path / "artifact"))
-    assert of_engine(model=str(artifact), core="process", num_pages=64) == sampled(model, "", "")
+    got = of_engine(model=str(artifact), core="process", num_pages=64)
+    assert [r.token_ids for r in got] == sampled(model, "", "")
 
 
 def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "model", "llama")
-    one = sampled(model, "", "")
-    assert one[:4] != one[4:8] != one[8:], "the three kinds of sampling must differ"
+    one = generated(model, "", "")
+    kinds = [tuple(tuple(r.token_ids) for r in one[i : i + 4]) for i in range(0, len(one), 4)]
+    assert len(set(kinds)) == len(kinds) == 5, "the kinds of sampling must differ"
+    assert {t for r in one[16:] for t in r.token_ids} <= {4, 501, 502, 1000, 1001}
     for mesh, axes in PLANS:
-        assert sampled(model, mesh, axes) == one, (mesh, axes)
+        for r, want in zip(generated(model, mesh, axes), one, strict=True):
+            assert r.token_ids == want.token_ids, (mesh, axes)
+            for e, f in zip(r.logprobs or [], want.logprobs or [], strict=True):
+                assert e.top_ids == f.top_ids, (mesh, axes)
+                assert [e.logprob, *e.top_logprobs] == pytest.approx([f.logprob, *f.top_logprobs], abs=1e-4)
+    assert [len(e.top_ids) for e in one[12].logprobs or []] == [7] * 8
 
 
 @pytest.mark.parametrize(("kind", "mesh", "axes"), [("llama", "cp=2", ""), ("gpt_oss", "cp=2,tp=2", "ep=cp,etp=tp")])

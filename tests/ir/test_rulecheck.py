@@ -52,6 +52,8 @@ WRONG = [
     ("index_topk", "index_topk", ("n", "n", "R", "R", "R", "R"), ["P:topk"]),
     ("index_topk", "index_topk", ("t", "t", "slots", "t", "t", "R"), ["t"]),
     ("experts", "experts", ("t", "t", "t", "e", "e", "e"), ["P"]), ("experts", "experts", ("t", "R", "t", "e", "e", "e"), ["t"]),
+    ("tally", "tally by count", ("v", "R"), ["R"]), ("exp_sum", "exp_sum", ("v", "R"), ["R"]), ("pick", "pick", ("v", "R"), ["P"]),
+    ("sift", "sift", ("v", "R", "R", "R", "R"), ["R"]), ("count_token", "count_token", ("s", "s", "s", "R"), []),
 ]  # fmt: skip
 
 
@@ -84,6 +86,8 @@ def test_a_wrong_row_is_caught(
         "mla",
         "mla, at positions",
         "index_topk",
+        "pick",
+        "count_token",
     ],
 )
 def test_an_offset_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch, form: str) -> None:

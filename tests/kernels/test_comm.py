@@ -104,6 +104,16 @@ def check(rank: int) -> None:
     value, token = torch.empty(4), torch.empty(4, dtype=torch.int32)
     K.get("gloo.all_reduce_argmax").fn(values, indices, group=None, out=(value, token))
     assert token.tolist() == [60, 9, 0, 1] and value.tolist() == [3.0, 5.0, -inf, 2.0]
+    rows = [torch.randn(5, 3, generator=torch.Generator().manual_seed(10 + r)) for r in range(RANKS)]
+    for kind, want in (("max", torch.maximum(*rows)), ("min", torch.minimum(*rows))):
+        out = torch.empty(5, 3)
+        K.get(f"gloo.all_reduce_{kind}").fn(rows[rank], out=out)
+        assert torch.equal(out, want)
+    best = torch.tensor([[[4.0, 2.0, 1.0]], [[4.0, 3.0, -inf]]])[rank]
+    ids = torch.tensor([[[7, 2, 3]], [[10, 12, 2**31 - 1]]], dtype=torch.int32)[rank]
+    found = torch.empty(1, 3), torch.empty(1, 3, dtype=torch.int32)
+    K.get("gloo.all_reduce_topk").fn(best, ids, group=None, out=found)
+    assert (found[0].tolist(), found[1].tolist()) == ([[4.0, 4.0, 3.0]], [[7, 10, 12]])
     for op, width in (("all_reduce", 9), ("all_gather", 10), ("reduce_scatter", 10), ("slice", 10)):
         out = torch.empty(6, width)
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tokenspeed.ir.graph import Node, Program
 from tokenspeed.ir.mesh import Axes
+from tokenspeed.ir.ops.filters import FILTERS
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 FORMAT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
@@ -36,6 +37,7 @@ class Call:
 
 #: ops of the IR that have no kernel of their own: an alias, or a view of the operand
 NO_KERNEL = frozenset({"cross", "slice"})
+_PARTS = tuple(op.name for op in FILTERS)  # of the sampler: their results have one format each
 
 
 def format_name(dtype: str) -> str:
@@ -43,9 +45,9 @@ def format_name(dtype: str) -> str:
 
 
 def kernel_op(node: Node, ins: Sequence[Type], caches: Sequence[Type], home: Axes) -> str:
-    """The registry's op for a node: a reduction of pairs has its own, and so has what works on a part of a home block's
+    """The registry's op for a node: a reduction that is no sum has its own, and so has what works on a part of a home block's
     slots."""
-    if node.op == "all_reduce" and ins[0].kind in ("argmax", "lse"):
+    if node.op == "all_reduce" and ins[0].kind != "sum":
         return f"all_reduce_{ins[0].kind}"
     return f"{node.op}_part" if any(a not in home for t in caches for a in t.dims[0].axes) else node.op
 
@@ -62,7 +64,7 @@ def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Seq
     caches = [t for t, kind in zip(ins, kinds) if kind == "cache"]
     if caches:
         signature["cache"] = format_name(caches[0].dtype)
-    if outs and node.op not in ("argmax", "gumbel_argmax", "sample", "route", "index_topk"):
+    if outs and node.op not in ("argmax", "gumbel_argmax", "sample", "route", "topk", "index_topk", *_PARTS):
         signature["out"] = format_name(outs[0].dtype)
     facts = {"tokens": rows_of(x, p)}
     if node.op == "attend":

@@ -18,7 +18,7 @@ from tokenspeed.compiler.binding import NO_KERNEL, Call, key_of
 from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import verify_memory
-from tokenspeed.compiler.storage import ARGMAX, DTYPES, View, lay_out, outer_blocks_of
+from tokenspeed.compiler.storage import DTYPES, PICKS, View, lay_out, outer_blocks_of
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops import Fused, Local, Redistribute
 from tokenspeed.ir.types import Type
@@ -164,7 +164,7 @@ class _Emitter:
             attrs["group"] = self.rt.group(tuple(n.attrs["axes"]))
             if n.op == "dispatch":
                 attrs |= self._holes(f.ins[0])
-        if n.op in ARGMAX:
+        if f.request[0] in PICKS:
             return args, (self._tensor(self.pairs[f.outputs[0]]), self._tensor(f.outputs[0])), attrs
         outs = [self._tensor(o) for o in f.outputs]
         outs += [self._tensor(self.pairs[o]) for o in f.outputs if o in self.pairs]
@@ -195,7 +195,7 @@ class _Emitter:
             return args, out, CALLS[n.op].local_attrs(f.ins, f.outs, n.attrs, self.at)
         axes = tuple(n.attrs["axes"])
         attrs: dict[str, Any] = {"group": self.rt.group(axes)}
-        if f.request[0] == "all_reduce_argmax":
+        if f.request[0] in PICKS:
             pair = (self._tensor(self.pairs[f.outputs[0]]), out)
             return [self._tensor(self.pairs[f.inputs[0]]), args[0]], pair, attrs
         if f.request[0] == "all_reduce_lse":

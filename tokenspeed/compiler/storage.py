@@ -18,16 +18,17 @@ from tokenspeed.compiler.calls import flatten
 from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import Buffer, plan_memory
 from tokenspeed.ir.graph import Program
-from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
+from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.types import ROW_DIMS, Type
 
 DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
 }  # fmt: skip
-ARGMAX = ("argmax", "gumbel_argmax")  # their result is a pair: the value beside the index
+#: requests whose result is a pair: the value beside the index
+PICKS = ("argmax", "gumbel_argmax", "topk", "all_reduce_argmax", "all_reduce_topk")
 
 #: extents of values that the program does not state and no deployment changes
-FIXED = {"p": PARAM_WORDS, "top": TOP_LOGPROBS}
+FIXED = SAMPLING_DIMS
 
 #: stand-ins, at compile time, for extents of ports alone
 _OF_PORTS = {"l": 1, "slots": 1, "states": 1, "r": 1}
@@ -166,7 +167,7 @@ class _Placer:
         elif c.node.op == "linear_chain":
             self.values[c.outputs[0]] = self._new(i, (c.outs[0],), *shapes[0])
             self._segments(i, c.outputs[1:], c.outs[1:])
-        elif c.node.op in ARGMAX or c.request[0] == "all_reduce_argmax":
+        elif c.request[0] in PICKS:
             value = self._new(i, tuple(c.outs), shapes[0][0], torch.float32)
             self.values[c.outputs[0]] = self._new(i, tuple(c.outs), *shapes[0])
             self.pairs[c.outputs[0]] = name = c.outputs[0] + "@value"

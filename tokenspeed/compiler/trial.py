@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenspeed.compiler.weightmap import WeightMap
 from tokenspeed.ir.graph import Program
-from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, SAMPLING_DIMS, Flag, Word
 from tokenspeed.ir.simulate import Simulator
 
 PAGE, PAGES, WIDTH = 4, 128, 8  # KV pages a home group, and columns of the block table
@@ -61,10 +61,8 @@ def runtime_sizes(p: Program) -> dict[str, int]:
         "states": STATES * groups,
         "page": PAGE,
         "l": WIDTH,
-        "p": PARAM_WORDS,
         "r": p.bucket["s"] * groups,
-        "top": 20,
-    }
+    } | SAMPLING_DIMS
 
 
 def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int] | None = None) -> dict[str, Tensor]:

@@ -55,8 +55,9 @@ class Frame:
 class Trace:
     """The open frames of one trace, the name counter of its values, and the variant traced."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, sharded: bool = False) -> None:
         self.variant = variant  # how the program samples: "gumbel" or "full"
+        self.sharded = sharded  # whether the plan shards the vocabulary beside the home axes
         self.exports: dict[str, tuple[str, Spec]] = {}  # further results of the program: name -> value, placement
         self.frames: list[Frame] = []
         self.count = 0

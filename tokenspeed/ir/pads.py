@@ -52,7 +52,7 @@ def leaf_taints(leaf: Leaf, padded: set[str], upto: str) -> Taint:
 
 def demand(op: str, attrs: Mapping[str, object]) -> float | None:
     """What an op needs the padding of its first operand's last dim to hold exactly; None where it needs nothing."""
-    if op in ("argmax", "topk"):
+    if op in ("argmax", "topk", "tally", "exp_sum"):
         return -math.inf
     if op == "route":  # a softmax gives -inf no share; a sigmoid, a bias or a group may prefer it to a real expert
         return -math.inf if (attrs["score"], attrs["bias"], attrs["groups"]) == ("softmax", False, 1) else math.inf
@@ -106,6 +106,10 @@ def _node(
             raise VerifyError("V5", f"{where}: {op} of {n.inputs[0]}: no padding of {last} is neutral in it")
         need(0, last, (taint_of(value),), f"it would choose or add what stands there, not {value}")
         return [{d: x.get(d, UNDEF) for d in o} for o in outs]
+    if op == "shape_logits":
+        return [dict.fromkeys(o, LOW) for o in outs]
+    if op == "sift":
+        return [dict(x)]
     if op == "linear":
         for d in n.attrs["in_dims"]:
             need(0, d, (ZERO, FINITE), "zero rows of the weight times infinity are NaN")

@@ -36,7 +36,7 @@ from tokenspeed.ir.types import ROW_DIMS, Dim, Type
 
 REVIEWED = Path(__file__).with_name("rulecheck_reviewed.json")
 PENDING = {"sum": "P", "max": "P:max", "min": "P:min", "argmax": "P:argmax", "topk": "P:topk", "lse": "P:lse"}
-PICKING = ("argmax", "topk", "sample")  # in bfloat16 their results are other ids
+PICKING = ("argmax", "topk", "sample", "tally")  # in bfloat16 their results are other ids or numbers
 Found = dict[tuple[str, ...], list[set[str]]]  # input states -> output states that hold, output by output
 
 
@@ -311,7 +311,7 @@ def _moves(mesh: Mesh) -> Iterator[tuple[str, Axes, str]]:
 
 def homes(form: Form) -> tuple[bool, ...]:
     """An op that follows an index is judged on the home axis and beside it."""
-    return (True, False) if any(o.index for o in form.operands) or form.op == "sample" else (False,)
+    return (True, False) if any(o.index for o in form.operands) or OPS[form.op].slotted else (False,)
 
 
 def check_form(form: Form, home: bool, discovering: bool = True) -> Report:

@@ -19,6 +19,7 @@ from tokenspeed.ir.graph import row_factors
 from tokenspeed.ir.meaning import Meaning, Value
 from tokenspeed.ir.mesh import Axes, Mesh, Plan, make_plan
 from tokenspeed.ir.ops import OPS, Local
+from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.rulecheck_forms import BLOCKED, PAGE, UNITS, Form
 from tokenspeed.ir.simulate import linear
 from tokenspeed.ir.types import ROW_DIMS, Dim, Type
@@ -34,7 +35,10 @@ class Bench:
         self.plan = Plan(mesh, {"dp": home} | {a: (a,) for a in mesh.names}, {})
         self.blocks = mesh.size(home)
         self.sizes = (
-            {d: u * mesh.ranks for d, u in UNITS.items()} | {"page": PAGE, "p": 16, "rope_dim": 2} | dict(form.single)
+            {d: u * mesh.ranks for d, u in UNITS.items()}
+            | {"page": PAGE, "rope_dim": 2}
+            | SAMPLING_DIMS
+            | dict(form.single)
         )
         self.logical = dict(self.sizes)
         if form.padded:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed.ir.ops.filters import ordered
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 
 #: rows and blocks of one rank; a dim's extent on n ranks is n times this
@@ -252,6 +253,75 @@ def _sample(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[T
     return [z, p, counts, seen, 3 * _real(list(shape), g)]
 
 
+def _state(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """z, params, counts, seen, bias of rows that ask for everything."""
+    return _sample(sizes, blocks, g)
+
+
+def _best(z: Tensor) -> Tensor:
+    """The maximum of each row of logits; of a hole NaN."""
+    return torch.where(z.isnan().all(1), float("nan"), z.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(1))
+
+
+def _sought(by: str, number: int) -> Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]:
+    """Operands of a tally in round `number`: the prefix is that of some logit, the floor another one's bits."""
+
+    def make(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+        z, p, *_ = _sample(sizes, blocks, g)
+        bits = ordered(z)
+        rest = [_best(z), bits[:, 0].int()] if by == "mass" else []
+        rest += [(bits[:, 1] >> 8 * (4 - number)).int()] if number else []
+        return [z, p, *rest]
+
+    return make
+
+
+def _tally(number: int) -> Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]:
+    def make(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+        _, p, *_ = _sample(sizes, blocks, g)
+        rows = sizes["s"]
+        h = torch.randint(0, 4, (rows, 768), generator=g, dtype=torch.int32)
+        rest = [torch.randint(1, 3, (rows,), generator=g, dtype=torch.int32) for _ in range(3 if number else 0)]
+        return [h, *(rest or [p])]
+
+    return make
+
+
+def _sifted(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    z, p, *_ = _sample(sizes, blocks, g)
+    bits = ordered(z).sort(1).values
+    p[:, Word.MIN_P] = torch.full((len(p),), 0.05).view(torch.int32)
+    return [z, _best(z), p, bits[:, 0].int(), bits[:, z.shape[1] // 2].int()]
+
+
+def _counted(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    _, p, counts, *_ = _sample(sizes, blocks, g)
+    token = torch.randint(0, sizes["v"], (sizes["s"],), generator=g, dtype=torch.int32)
+    return [token, _real([sizes["s"]], g), p, counts]
+
+
+def _peaked(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    z, _ = _on_logits(sizes, blocks, g)
+    return [z, _best(z)]
+
+
+def _picked(wide: bool) -> Callable[[Mapping[str, int], int, torch.Generator], list[Tensor]]:
+    def make(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+        z, _ = _on_logits(sizes, blocks, g)
+        shape = (sizes["s"], sizes["top"]) if wide else (sizes["s"],)
+        return [z, torch.randint(0, sizes["v"], shape, generator=g, dtype=torch.int32)]
+
+    return make
+
+
+def _reported(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    rows, top = sizes["s"], sizes["top"]
+    _, p, *_ = _sample(sizes, blocks, g)
+    chosen, best, peak, most = (_real(shape, g) for shape in ([rows], [rows, top], [rows], [rows]))
+    ids = torch.randint(0, 50, (rows, top), generator=g, dtype=torch.int32)
+    return [chosen, best, ids, peak, _real([rows], g).abs() + 1, most, p]
+
+
 def _poisoned(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
     z = _real([sizes["s"], sizes["v"]], g)
     z[:, -1] = float("nan")
@@ -262,6 +332,9 @@ def _f(*dims: str) -> Operand:
     return Operand("f32", dims)
 
 
+_ROW, _WORD = _f("s"), Operand("i32", ("s",))
+_STATE = (Operand("i32", ("r", "v")), Operand("u8", ("r", "v")), _f("r", "v"))
+_WORDS = {"p": PARAM_WORDS, "top": 20, "digit": 768}
 X, Y, H3 = _f("t", "h"), _f("t", "h"), _f("t", "n", "d")
 Z, P = _f("s", "v"), Operand("i32", ("s", "p"))
 LAST = Operand("i32", ("s",), "t")
@@ -348,6 +421,19 @@ FORMS: tuple[Form, ...] = (
     Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),
     Form("topk", "topk", (Z,), _ties, {"k": 2, "dim": "top"}, (("s", "top"),), padded="v", single={"top": 2}),
     Form("fill", "fill", (Z,), _poisoned, {"value": float("-inf")}, (("s", "v"),), padded="v"),
-    Form("sample", "sample", (Z, P, Operand("i32", ("r", "v")), Operand("u8", ("r", "v")), _f("r", "v")), _sample, {},
+    Form("shape_logits", "shape_logits", (Z, P, *_STATE), _state, {}, (("s", "v"), ("s", "v")), single=_WORDS, tied={3: 2, 4: 2}),
+    *(Form(f"tally by {by}{', a later round' if n else ''}", "tally",
+           (Z, P, *([_ROW, _WORD] if by == "mass" else []), *([_WORD] if n else [])), _sought(by, n), {"by": by, "round": n},
+           (("s", "digit"),), single=_WORDS) for by in ("count", "mass") for n in (0, 2)),
+    *(Form(f"narrow by {by}{', a later round' if n else ''}", "narrow", (Operand("i32", ("s", "digit")), *([_WORD] * 3 if n else [P])),
+           _tally(n), {"by": by, "round": n}, (("s",),) * 3, single=_WORDS) for by, n in (("count", 0), ("mass", 0), ("mass", 1))),
+    Form("sift", "sift", (Z, _ROW, P, _WORD, _WORD), _sifted, {}, (("s", "v"),), single=_WORDS, tied={4: 3}),
+    Form("count_token", "count_token", (_WORD, _ROW, P, _STATE[0]), _counted, stored=(3,), single=_WORDS),
+    Form("exp_sum", "exp_sum", (Z, _ROW), _peaked, {}, (("s",),), single=_WORDS),
+    *(Form(f"pick{', several a row' if wide else ''}", "pick", (Z, Operand("i32", ("s", "top")) if wide else _WORD), _picked(wide), {},
+           (("s", "top") if wide else ("s",),), single=_WORDS) for wide in (False, True)),
+    Form("report_logprobs", "report_logprobs", (_ROW, _f("s", "top"), Operand("i32", ("s", "top")), _ROW, _ROW, _ROW, P), _reported,
+         {}, (("s",), ("s", "top"), ("s", "top")), single=_WORDS, tied={3: 0, 4: 0, 5: 0}),
+    Form("sample", "sample", (Z, P, *_STATE), _sample, {},
          (("s",), ("s",), ("s", "top"), ("s", "top")), stored=(2,), single={"p": PARAM_WORDS, "top": 20}),
 )  # fmt: skip

@@ -19,6 +19,7 @@ def register_builtin(registry: Registry) -> None:
     from tokenspeed.kernels.gemm import torch as gemm_torch
     from tokenspeed.kernels.ops import OPS
     from tokenspeed.kernels.registry import register_references
+    from tokenspeed.kernels.sampling import parts as sampling_parts
 
     parts = {f"{op}_part": REFERENCES[op] for op in ("append", "attend")}  # of a home block's slots
     register_references({op: fn for op, fn in (REFERENCES | FUSED | parts).items() if op in OPS}, registry)
@@ -27,6 +28,7 @@ def register_builtin(registry: Registry) -> None:
     argmax.register(registry)
     lse.register(registry)
     exchange.register(registry)
+    sampling_parts.register(registry)
     gpu.register(registry)
     if importlib.util.find_spec("tokenspeed._cpu") is None:
         return

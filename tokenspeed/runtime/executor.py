@@ -21,7 +21,8 @@ from tokenspeed.compiler.artifact import Artifact, load_artifact
 from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.emit import DTYPES, Emitted, Runtime, emit
 from tokenspeed.ir.graph import Param, Program
-from tokenspeed.ir.ops.sampling import PARAM_WORDS, TOP_LOGPROBS
+from tokenspeed.ir.ops import Local
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, SAMPLING_DIMS
 from tokenspeed.ir.types import DTYPE_BYTES
 from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
@@ -123,8 +124,8 @@ class Executor:
         self.max_s = max(s for _, s in artifact.buckets)
         self.groups = _groups(self) if config.store else {}
         self.sizes = {
-            "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, "p": PARAM_WORDS,
-            "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp, "top": TOP_LOGPROBS,
+            "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, **SAMPLING_DIMS,
+            "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp,
             # a request's state lies in the slot that the request owns; behind those lie snapshots
             "states": (self.max_s + config.snapshots) * self.dp,
         }  # fmt: skip
@@ -135,7 +136,8 @@ class Executor:
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
-        self.state: list[Tensor] = []  # of the full sampler
+        self.state: list[Tensor] = []  # of the full sampler, for the ids from `first_id` on that this rank holds
+        self.first_id = 0
         self.recurrent: list[Tensor] = []  # caches of state slots
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
@@ -188,6 +190,7 @@ class Executor:
                 self.params[name] = self._empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
+                    self.first_id = Local(self.plan, self.rank, sizes, sizes).offset(t.dims[1])
                 elif t.dims[0].name == "states":
                     self.recurrent.append(self.params[name])
 
@@ -278,16 +281,21 @@ class Executor:
             seen[op.slot].zero_()
             bias[op.slot].zero_()
         if op.seen:
-            seen[op.slot, torch.tensor(list(op.seen), dtype=torch.long, device=self.device)] = 1
+            seen[op.slot, self._mine(op.seen)] = 1
         for token, n in op.counts.items():
-            counts[op.slot, token] = n
+            counts[op.slot, self._mine([token])] = n
         if op.bias is not None:
             row = bias[op.slot]
             row.fill_(0.0 if op.allowed is None else float("-inf"))
             if op.allowed is not None:
-                row[torch.tensor(list(op.allowed), dtype=torch.long, device=self.device)] = 0.0
+                row[self._mine(op.allowed)] = 0.0
             for token, value in op.bias.items():
-                row[token] += value
+                row[self._mine([token])] += value
+
+    def _mine(self, ids: Sequence[int]) -> Tensor:
+        """Columns of the sampler's state for those of `ids` that this rank holds."""
+        at = torch.tensor(list(ids), dtype=torch.long, device=self.device) - self.first_id
+        return at[(at >= 0) & (at < self.state[0].shape[1])]
 
 
 def make_executor(config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> Executor:

@@ -13,13 +13,14 @@ from typing import Any
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
+from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.spec import Factor, SpecDim
 from tokenspeed.models.nn.maps import Matrices, Weight
 from tokenspeed.models.nn.params import PagedAttention
 from tokenspeed.models.nn.state import DeltaRule
 
 #: dims whose extents the runtime fixes: token and request rows, KV and state slots, table width, packed words, request slots
-RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "p", "r", "top", "pos_table", "rope_dim", "states"})
+RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "r", "pos_table", "rope_dim", "states", *SAMPLING_DIMS})
 
 
 @dataclass

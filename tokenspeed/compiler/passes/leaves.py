@@ -73,8 +73,12 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         slots = Dim("slots", b.order(b.home))
         return {name: Param(name, "cache", tuple(Type(b.cache_dtype, (slots, d)) for d in dims(decl.spec.dims)))}
     if isinstance(decl, SamplingState):
-        rows, words = Dim("r", b.order(b.home)), Dim("v")
-        return {name: Param(name, "state", tuple(Type(t, (rows, words)) for t in ("i32", "u8", "f32")))}
+        rows = Dim("r", b.order(b.home))
+        return {
+            name: Param(
+                name, "state", tuple(Type(t, (rows, *dims(decl.vocabulary.dims))) for t in ("i32", "u8", "f32"))
+            )
+        }
     raise PlanError("P034", f"{name}: {type(decl).__name__} is not a declaration the compiler knows")
 
 

@@ -31,13 +31,14 @@ from tokenspeed.compiler.weightmap import WeightMap, verify_weights
 from tokenspeed.ir.errors import PlanError, VerifyError
 from tokenspeed.ir.graph import Node, Program, row_factors
 from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.text import parse_program, print_header, print_program
 from tokenspeed.ir.types import Type
 from tokenspeed.ir.verifier import verify
 from tokenspeed.models.nn.config import Config
 
 #: stand-ins for extents that the runtime fixes, for sizes in the cost model only
-_NOMINAL = {"p": 16, "l": 16, "top": 20, "slots": 16, "states": 16, "r": 16, "pos_table": 16, "rope_dim": 16}
+_NOMINAL = SAMPLING_DIMS | {"l": 16, "slots": 16, "states": 16, "r": 16, "pos_table": 16, "rope_dim": 16}
 
 
 @dataclass
@@ -146,7 +147,9 @@ def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepar
     """Passes 1 to 3 of one variant; `checked`: leaves known to be right."""
     checked = set() if checked is None else checked
     names = Names(getattr(r.model, "names", lambda c: {})(r.config))
-    flat = trace_model(r.model, r.config, variant)
+    vocabulary = r.plan.axes("vp")
+    sharded = r.plan.mesh.size(vocabulary) > 1 and not set(vocabulary) & set(r.plan.home)
+    flat = trace_model(r.model, r.config, variant, sharded)
     for leaf in flat.leaves:
         if (key := (leaf.kind, leaf.first_path)) not in checked:
             check_leaf(leaf, r.dtype)
@@ -156,7 +159,7 @@ def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepar
         check_disjoint(leaf, layout)
     formats = choose_formats(flat, layout, names, r.stored, r.dtype)
     if len(set(formats.values())) > 1:  # leaves whose weights are stored differently are different leaves
-        flat = trace_model(r.model, r.config, variant, lambda path: formats.get(path, ""))
+        flat = trace_model(r.model, r.config, variant, sharded, lambda path: formats.get(path, ""))
     choices = Choices(flat, layout, _binding(layout, formats, r), r.costs, r.collectives.issuperset(EXCHANGE))
     return Prepared(flat, choices, names, r.costs)
 

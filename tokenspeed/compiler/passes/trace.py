@@ -90,13 +90,18 @@ class Flat:
         return "result" if i < 0 else self.nodes[i].name
 
 
-def trace_model(cls: type[Module], config: Config, variant: str, tag: Callable[[str], str] = lambda _: "") -> Flat:
-    """Builds the model, traces it and flattens it. `tag(path)` distinguishes leaves whose weights are stored differently."""
+def trace_model(
+    cls: type[Module], config: Config, variant: str, sharded: bool = False, tag: Callable[[str], str] = lambda _: ""
+) -> Flat:
+    """Builds the model, traces it and flattens it. `sharded`: whether the plan shards the vocabulary beside the home axes;
+    `tag(path)` distinguishes leaves whose weights are stored differently."""
     model = cls(config)  # type: ignore[call-arg]
-    return flatten(model, cls.dims(config), variant, tag)  # type: ignore[attr-defined]
+    return flatten(model, cls.dims(config), variant, sharded, tag)  # type: ignore[attr-defined]
 
 
-def flatten(model: Module, dims: dict[str, int], variant: str, tag: Callable[[str], str] = lambda _: "") -> Flat:
+def flatten(
+    model: Module, dims: dict[str, int], variant: str, sharded: bool = False, tag: Callable[[str], str] = lambda _: ""
+) -> Flat:
     name_tree(model)
     sig = model.signature()
     ports: dict[str, tuple[Spec, str]] = {}
@@ -108,7 +113,7 @@ def flatten(model: Module, dims: dict[str, int], variant: str, tag: Callable[[st
             )
         ports.update({k: (p.spec, p.dtype) for k, p in spec.fields().items()})
         args.append(spec({k: Proxy(k, sig.origin) for k in spec.fields()}))
-    trace = Trace(variant)
+    trace = Trace(variant, sharded)
     root = Frame("", type(model).__name__, origin=sig.origin)
     root.in_names = list(ports)
     with tracing(trace):

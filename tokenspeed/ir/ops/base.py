@@ -42,7 +42,7 @@ class Op:
 
     name: str = ""
     writes_cache = False  # effect on the cache it names; kept in program order
-    writes_state = False  # effect on per-request sampling state
+    slotted = False  # follows a request's slot of its home block
     in_place_ok = False  # the output may share the first input's buffer when that dies here
     alias = False  # the output IS the input (no kernel, no buffer)
     discrete = False  # picks by value: its inputs must be equal bit for bit across ranks

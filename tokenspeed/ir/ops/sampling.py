@@ -16,12 +16,16 @@ from torch import Tensor
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.meaning import first_k
 from tokenspeed.ir.mesh import Plan
-from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse
+from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.types import Type
 
 TOP_LOGPROBS = 20  # alternatives reported a token, at most
 PARAM_WORDS = 16
+DIGITS = 768  # words of a tally (ops/filters.py)
 NO_LOGPROB = -9999.0  # of an alternative that is not there (id -1): JSON knows no infinity
+
+#: extents of dims of the samplers that nothing else fixes
+SAMPLING_DIMS = {"p": PARAM_WORDS, "top": TOP_LOGPROBS, "digit": DIGITS}
 
 
 class Word(IntEnum):
@@ -173,7 +177,8 @@ class Argmax(Op):
 
 
 class TopK(Op):
-    """z [S, V] -> global ids i32[S, k] of the largest, lowest id first among equals; pending by topk where V is sharded.
+    """z [S, V] -> global ids i32[S, k] of the largest, lowest id first among equals; pending by topk where V is sharded. A block
+    of fewer than k ids fills up with -inf and an id past all others.
 
     attrs: `k`, `dim` the name of the dim of k. The value is a pair (values [S, k], ids [S, k]).
     """
@@ -196,9 +201,10 @@ class TopK(Op):
         self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
     ) -> None:
         d = ins[0].dims[1]
-        width = sizes[d.name] // plan.mesh.size(d.axes)
-        if sizes[attrs["dim"]] != attrs["k"] or attrs["k"] > width:
-            raise RuleError("P004", f"topk takes k={attrs['k']} of {width} entries of {d.name} into {attrs['dim']}")
+        if (SAMPLING_DIMS | dict(sizes))[attrs["dim"]] != attrs["k"]:
+            raise RuleError(
+                "P004", f"topk takes k={attrs['k']} entries of {d.name} into {attrs['dim']}, which is of another extent"
+            )
 
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
@@ -207,7 +213,10 @@ class TopK(Op):
 
     def reference(self, z: Tensor, *, k: int, offset: int = 0) -> tuple[Tensor, Tensor]:
         clean = torch.where(z.isnan(), float("-inf"), z)
-        ids = torch.arange(offset, offset + z.shape[1], dtype=torch.int32).expand(z.shape)
+        ids = torch.arange(offset, offset + z.shape[1], dtype=torch.int32, device=z.device).expand(z.shape)
+        if (more := k - z.shape[1]) > 0:
+            clean = torch.nn.functional.pad(clean, (0, more), value=float("-inf"))
+            ids = torch.nn.functional.pad(ids, (0, more), value=torch.iinfo(torch.int32).max)
         return first_k(clean, ids, k)
 
 
@@ -238,7 +247,18 @@ class Fill(Op):
         return out
 
 
-class Sample(Op):
+class Slotted(Op):
+    """Follows a request's slot, which counts from the start of its home block: rows lie on exactly the home axes."""
+
+    slotted = True
+
+    def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
+        if set(ins[0].dims[0].axes) != set(home):
+            raise RuleError("V8", f"{self.name} of {ins[0]}: its rows must lie on exactly the home axes {list(home)}")
+        return super().infer(ins, attrs, order, home)
+
+
+class Sample(Slotted):
     """The full sampler on whole rows: z f32[S, V], params i32[S, 16], per-slot state -> token, logprob, top ids, top logprobs.
 
     State: counts i32[R, V] of output tokens, seen u8[R, V] of prompt tokens, bias f32[R, V], indexed by request slot.
@@ -247,7 +267,6 @@ class Sample(Op):
     """
 
     name = "sample"
-    writes_state = True
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -271,12 +290,6 @@ class Sample(Op):
             "P011",
         )
 
-    def infer(self, ins: Sequence[Type], attrs: Mapping[str, Any], order: Any, home: Any = ()) -> list[Type]:
-        """A request's slot counts from the start of its home block, so rows lie on exactly the home axes."""
-        if set(ins[0].dims[0].axes) != set(home):
-            raise RuleError("V8", f"sample of {ins[0]}: its rows must lie on exactly the home axes {list(home)}")
-        return super().infer(ins, attrs, order, home)
-
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
@@ -288,14 +301,19 @@ class Sample(Op):
         rows, k = z.shape[0], min(TOP_LOGPROBS, vocab)
         raw = torch.where(z[:, :vocab].isnan(), float("-inf"), z[:, :vocab])
         tokens = torch.zeros(rows, dtype=torch.int32)
-        logprobs = torch.zeros(rows)
+        logprobs = torch.zeros(rows, dtype=wide(z).dtype)
         top_ids = torch.full((rows, TOP_LOGPROBS), -1, dtype=torch.int32)
-        top_lps = torch.full((rows, TOP_LOGPROBS), NO_LOGPROB)
+        top_lps = torch.full((rows, TOP_LOGPROBS), NO_LOGPROB, dtype=logprobs.dtype)
         for i in range(rows):
             flags = int(params[i, Word.FLAGS])
             if not flags & Flag.VALID:
                 continue
-            slot, x = int(params[i, Word.SLOT]), raw[i].clone()
+            slot, x, lp = int(params[i, Word.SLOT]), raw[i].clone(), raw[i].log_softmax(0)
+            if flags & Flag.LOGPROBS:
+                values, best = first_k(lp, torch.arange(vocab), min(k, int(params[i, Word.LOGPROBS])))
+                known = values > float("-inf")
+                top_ids[i, : len(best)] = torch.where(known, best, -1).int()
+                top_lps[i, : len(best)] = torch.where(known, values.clamp(min=NO_LOGPROB), NO_LOGPROB)
             f = lambda w, i=i: float(as_float(params[i : i + 1], w)[0])  # noqa: E731
             if flags & Flag.BIAS:
                 x = x + bias[slot, :vocab]
@@ -317,10 +335,7 @@ class Sample(Op):
             if flags & Flag.PENALTIES:
                 counts[slot, token] += 1
             if flags & Flag.LOGPROBS:
-                lp = raw[i].log_softmax(0)
-                logprobs[i] = lp[token]
-                top = lp.topk(k)
-                top_ids[i, :k], top_lps[i, :k] = top.indices.int(), top.values
+                logprobs[i] = max(float(lp[token]), NO_LOGPROB)
         return tokens, logprobs, top_ids, top_lps
 
 

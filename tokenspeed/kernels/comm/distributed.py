@@ -25,17 +25,29 @@ Group = Any  # dist.ProcessGroup | None; torch builds without distributed lack t
 
 def all_reduce(x: Tensor, *, group: Group = None, out: Tensor) -> None:
     """out = the sum of x over the ranks; out may be x. Any shape; summed in x's dtype."""
+    _reduced("sum", x, group, out)
+
+
+def all_reduce_max(x: Tensor, *, group: Group = None, out: Tensor) -> None:
+    """out = the largest of x over the ranks; out may be x."""
+    _reduced("max", x, group, out)
+
+
+def all_reduce_min(x: Tensor, *, group: Group = None, out: Tensor) -> None:
+    """out = the least of x over the ranks; out may be x."""
+    _reduced("min", x, group, out)
+
+
+def _reduced(kind: str, x: Tensor, group: Group, out: Tensor) -> None:
     if out.shape != x.shape or out.dtype != x.dtype:
         raise fail("all_reduce", x=x, out=out)
     if out.data_ptr() != x.data_ptr() or out.stride() != x.stride():
         out.copy_(x)
     if dist.get_world_size(group) == 1:
         return
-    if out.is_contiguous():
-        dist.all_reduce(out, group=group)
-    else:
-        flat = out.contiguous()
-        dist.all_reduce(flat, group=group)
+    flat = out.contiguous()
+    dist.all_reduce(flat, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[kind], group)
+    if flat.data_ptr() != out.data_ptr():
         out.copy_(flat)
 
 
@@ -119,6 +131,8 @@ def register(registry: Registry) -> None:
     for solution, device in devices:
         for op, fn in (
             ("all_reduce", all_reduce),
+            ("all_reduce_max", all_reduce_max),
+            ("all_reduce_min", all_reduce_min),
             ("all_gather", all_gather),
             ("reduce_scatter", reduce_scatter),
             ("slice", slice_),

@@ -7,20 +7,31 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from tokenspeed.ir.builder import current
+from tokenspeed.ir.ops.sampling import TOP_LOGPROBS
 from tokenspeed.models.nn.maps import Linear, Weight
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.params import (
     SamplingState,
     add_gumbel,
     argmax,
+    count_token,
+    exp_sum,
     export,
     full_sample,
     head,
     lookup,
+    pick,
+    place,
+    report_logprobs,
+    row_max,
+    shape_logits,
+    sift,
     silu,
     softcap,
     temper,
-)
+    threshold,
+    topk,
+)  # fmt: skip
 
 Stream = Annotated[Tensor, "t* h +?"]  # a residual stream: any token spread, perhaps pending
 Rows = Annotated[Tensor, "t* h"]  # any token spread, complete
@@ -82,16 +93,37 @@ class FullSampler(Module):
         return full_sample(z, p, self.state)
 
 
-class Sampler(Module):
-    """Picks the leaf of the program's variant; the full one also exports log-probabilities as results of the program."""
+class ShardedSampler(Module):
+    """The same on a sharded vocabulary: what crosses ranks are maxima, 3 KiB a round of a threshold, and the best ids."""
 
     def __init__(self) -> None:
-        self.gumbel, self.full = GumbelSampler(), FullSampler()
+        self.state = SamplingState("v@vp")
+
+    def forward(self, z: Annotated[Tensor, "s@dp v@vp"], p: Annotated[Tensor, "s@dp p"]) -> tuple[
+        Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp top"], Annotated[Tensor, "s@dp top"]
+    ]:  # fmt: skip
+        raw, x = shape_logits(z, p, self.state)
+        top = place(row_max(x), "s@dp")
+        floor = threshold(x, p, "count")
+        x = sift(x, top, p, floor, threshold(x, p, "mass", top, floor))
+        token = place(argmax(add_gumbel(x, p)), "s@dp")
+        count_token(token, top, p, self.state)
+        peak = place(row_max(raw), "s@dp")
+        ids = place(topk(raw, TOP_LOGPROBS, "top"), "s@dp top")
+        chosen, best = place(pick(raw, token), "s@dp"), place(pick(raw, ids), "s@dp top")
+        return token, *report_logprobs(chosen, best, ids, peak, place(exp_sum(raw, peak), "s@dp"), top, p)
+
+
+class Sampler(Module):
+    """Picks the leaf of the program's variant and plan; the full ones also export log-probabilities as results of the program."""
+
+    def __init__(self) -> None:
+        self.gumbel, self.full, self.sharded = GumbelSampler(), FullSampler(), ShardedSampler()
 
     def __call__(self, z: Any, p: Any) -> Any:
         if current().variant == "gumbel":
             return self.gumbel(z, p)
-        token, logprob, top_ids, top_logprobs = self.full(z, p)
+        token, logprob, top_ids, top_logprobs = (self.sharded if current().sharded else self.full)(z, p)
         export("logprob", logprob, "s@dp")
         export("top_ids", top_ids, "s@dp top")
         export("top_logprobs", top_logprobs, "s@dp top")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tokenspeed.ir.builder import apply, caller, current
 from tokenspeed.ir.errors import SpecError
+from tokenspeed.ir.ops.filters import ROUNDS
 from tokenspeed.ir.spec import parse_spec
 from tokenspeed.models.nn.config import ConfigError
 from tokenspeed.models.nn.maps import STREAM, Experts, Weight, read_spec
@@ -146,7 +147,11 @@ class LatentIndex(LatentCache):
 
 
 class SamplingState(Param):
-    """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias; a row a request slot."""
+    """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias; a row a request slot.
+    `vocabulary`: how their columns lie, as the logits do."""
+
+    def __init__(self, vocabulary: str = "v") -> None:
+        self.vocabulary = read_spec(vocabulary)
 
 
 def silu(x: Any) -> Any:
@@ -254,6 +259,57 @@ def argmax(z: Any) -> Any:
 
 
 def full_sample(z: Any, params: Any, state: SamplingState) -> Any:
+    return apply("sample", [z, params, *_state_refs(state)], 4)
+
+
+def _state_refs(state: SamplingState) -> list[str]:
     current().frame.params[state.path] = state
-    refs = [f"@{state.path}:{i}" for i in range(3)]
-    return apply("sample", [z, params, *refs], 4)
+    return [f"@{state.path}:{i}" for i in range(3)]
+
+
+def shape_logits(z: Any, params: Any, state: SamplingState) -> Any:
+    """(raw, shaped): the logits without NaN, and what a row samples from: biased, penalised, divided by its temperature."""
+    return apply("shape_logits", [z, params, *_state_refs(state)], 2)
+
+
+def row_max(x: Any) -> Any:
+    """The maximum over the last dim."""
+    return apply("reduce", [x], kind="max")
+
+
+def threshold(x: Any, params: Any, by: Literal["count", "mass"], *above: Any) -> Any:
+    """i32 [s], bits of float32: the k-th largest of x, or where the nucleus of top-p ends; `above`: the maximum of x, and the
+    floor of what is in question. See ops/filters.py."""
+    found: tuple[Any, ...] = ()
+    for i in range(ROUNDS):
+        tally = apply("tally", [x, params, *above, *found[:1]], by=by, round=i)
+        found = apply("narrow", [place(tally, "s@dp digit"), *(found or (params,))], 3, by=by, round=i)
+    return found[0]
+
+
+def sift(x: Any, top: Any, params: Any, floor: Any, cut: Any) -> Any:
+    """x, -inf where top-k, top-p or min-p reject it."""
+    return apply("sift", [x, top, params, floor, cut])
+
+
+def count_token(token: Any, top: Any, params: Any, state: SamplingState) -> None:
+    """Notes the token of each row that has penalties in the state of its request."""
+    apply("count_token", [token, top, params, _state_refs(state)[0]], 0)
+
+
+def exp_sum(z: Any, peak: Any) -> Any:
+    return apply("exp_sum", [z, peak])
+
+
+def pick(z: Any, ids: Any) -> Any:
+    """z at global ids, a row's one or a row's several."""
+    return apply("pick", [z, ids])
+
+
+def topk(z: Any, k: int, dim: str) -> Any:
+    return apply("topk", [z], k=k, dim=dim)
+
+
+def report_logprobs(chosen: Any, best: Any, ids: Any, peak: Any, mass: Any, top: Any, params: Any) -> Any:
+    """(log-probability of the token, ids of the best, theirs), as many as the row asks for."""
+    return apply("report_logprobs", [chosen, best, ids, peak, mass, top, params], 3)
