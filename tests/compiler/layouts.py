@@ -69,16 +69,23 @@ MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "DeepSeekMTPModel",
+    "Glm4MoeMTPModel",
     "GptOssForCausalLM",
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
 )
-EXPERTS_ALONE = ("GptOssForCausalLM", "MiniMaxM2ForCausalLM")  # no layer has a dense MLP
+EXPERTS_ALONE = (
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "DeepSeekMTPModel",
+    "Glm4MoeMTPModel",
+)  # no layer has a dense MLP
 EXPERTS = (
     "Qwen3MoeForCausalLM", "Mixture", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM",
-    "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *EXPERTS_ALONE,
+    "DeepSeekMTPModel", "Glm4MoeMTPModel", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", *EXPERTS_ALONE,
 )  # fmt: skip
 NAMED = {
     "attention TP2 x DP2, experts TP4": ("dp=2,tp=2", "ep=1,etp=dp*tp,se=dp*tp"),
@@ -105,11 +112,13 @@ OWN: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": _DEEPSEEK | {
         "q_lora_rank": 5, "index_n_heads": 3, "index_head_dim": 4, "index_topk": 3,
     },
+    "DeepSeekMTPModel": _DEEPSEEK | {"q_lora_rank": 5, "num_nextn_predict_layers": 1},
     "Gemma3ForCausalLM": {
         "sliding_window": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0, "rope_local_base_freq": 100.0,
     },
     "GptOssForCausalLM": {"sliding_window": 3, "swiglu_limit": 0.5, "attention_bias": True},
+    "Glm4MoeMTPModel": {"n_group": 6, "topk_group": 2, "num_nextn_predict_layers": 1},
     "Glm4MoeForCausalLM": {"n_group": 6, "topk_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 2},
     "MistralForCausalLM": {"sliding_window": 4},
@@ -201,18 +210,20 @@ def outcome(r: Result, requests: list[list[trial.Request]], bucket: int) -> tupl
     tokens: list[int] = []
     logits: list[Tensor] = []
     for step in range(2):
-        t, rows = bucket if step == 0 else max(len(g) for g in requests), len(max(requests, key=len))
-        p = parse_program(next(x for (_, b), x in r.texts.items() if b == (bucket if step == 0 else t)))
-        rows = p.bucket["s"]
+        t = bucket if step == 0 else max(len(g) for g in requests)
+        p = parse_program(next(x for (_, b), x in r.texts.items() if b == t))
         sim = Simulator(p, trial.runtime_sizes(p))
         seeds = {n: 1000 + n if n % 2 else 0 for g in requests for n, _, _ in g}
         results, env = sim.run(trial.batch(p, requests, seeds if step else None), weights, caches)
-        at = [g * rows + i for g, mine in enumerate(requests) for i in range(len(mine))]
-        new = [int(results[0][k]) for k in at]
-        tokens += new
-        logits.append(sim.meaning.assemble(env["head"], p.types["head"])[at][:, : p.logical["v"]])
-        fed = iter(new)
-        requests = [[(n, [next(fed)], first + len(ids)) for n, ids, first in mine] for mine in requests]
+        found = trial.outcomes(p, requests, results[0])
+        tokens += [token for _, token in found]
+        logits.append(sim.meaning.assemble(env["head"], p.types["head"])[[k for k, _ in found]][:, : p.logical["v"]])
+        fed = iter(token for _, token in found)
+        new = [[[next(fed) for _ in picks][-1] for picks in mine] for mine in trial.sampled(p, requests)]
+        requests = [
+            [(n, [token], first + len(ids)) for (n, ids, first), token in zip(mine, last)]
+            for mine, last in zip(requests, new)
+        ]
     return tokens, torch.cat(logits)
 
 

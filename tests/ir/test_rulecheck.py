@@ -32,6 +32,8 @@ WRONG = [
     ("lookup", "lookup", ("t", "v"), ["t"]), ("argmax", "argmax", ("v",), ["R"]), ("argmax", "argmax", ("P",), ["R"]),
     ("topk", "topk", ("v",), ["R"]), ("reduce", "reduce max", ("h",), ["P"]), ("reduce", "reduce sum", ("h",), ["P:max"]),
     ("select_rows", "select_rows", ("t", "R"), ["R"]), ("select_rows", "select_rows", ("t", "s"), ["s"]),
+    ("select_rows", "select_rows, drafted", ("t", "R"), ["R"]), ("select_rows", "select_rows, drafted", ("t", "drafted"), ["drafted"]),
+    ("cat", "cat", ("R", "P"), ["P"]), ("cat", "cat", ("P", "P"), ["R"]), ("cat", "cat", ("t", "t"), ["R"]),
     ("fill", "fill", ("v",), ["R"]), ("temper", "temper", ("s", "R"), ["s"]),
     ("attend", "attend, one KV head a block", ("R", "slots", "slots", "R", "R", "R"), ["R"]),
     ("attend", "attend, one KV head a block", ("n", "R", "R", "R", "R", "R"), ["R"]), ("rope", "rope", ("d", "R", "R"), ["d"]),
@@ -75,6 +77,7 @@ def test_a_wrong_row_is_caught(
     [
         "lookup",
         "select_rows",
+        "select_rows, drafted",
         "add_gumbel",
         "argmax",
         "topk",

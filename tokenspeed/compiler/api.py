@@ -194,5 +194,5 @@ def _ports(result: Result) -> dict[str, Any]:
         ],
         "agreement": {k: e["agreement"] for k, e in result.explain.items()},
         "memory": {"weight_bytes": result.weight_bytes, "arena_bytes": result.arena_bytes},
-        "rows": list(ROW_DIMS),
+        "rows": [d for d in ROW_DIMS if d in p.bucket],
     }  # fmt: skip

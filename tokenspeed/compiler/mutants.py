@@ -202,7 +202,8 @@ def _effects(p: Program) -> Iterator[Found]:
 
                 def another(q: Program, leaf: str = leaf, i: int = i) -> None:
                     nodes = _Body(q, leaf).nodes
-                    mine, m = nodes[i], next(m for m in nodes if m.op == nodes[i].op and m is not nodes[i])
+                    mine, count = nodes[i], len(nodes[i].inputs)
+                    m = next(m for m in nodes if m.op == mine.op and m is not mine and len(m.inputs) == count)
                     k = next(k for k, x in enumerate(mine.inputs) if _kept(q, leaf, x))
                     mine.inputs = (*mine.inputs[:k], m.inputs[k], *mine.inputs[k + 1 :])
 

@@ -52,6 +52,7 @@ BUCKETS = ((4, 4), (8, 4))
 EXPERTS = (
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepSeekMTPModel",
     "Qwen3NextForCausalLM",
     "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
@@ -79,6 +80,15 @@ DELTA = {
 OWN: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"sliding_window": 3, "sliding_window_pattern": 2},
     "GptOssForCausalLM": {"sliding_window": 3, "num_local_experts": 4},
+    "DeepseekV3ForCausalLM": {"attention_bias": False},
+    "DeepSeekMTPModel": {
+        "attention_bias": False,
+        "num_nextn_predict_layers": 1,
+        "index_n_heads": 2,
+        "index_head_dim": 4,
+        "index_topk": 3,
+    },
+    "Qwen3NextForCausalLM": {"attention_bias": False},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 2, "num_local_experts": 4, "attention_bias": False},
 }
 
@@ -127,8 +137,6 @@ class Report:
 
 def golden(family: str, mesh: str, axes: str, costs: CostModel) -> Result:
     config = tiny(family)
-    if family in ("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"):
-        config |= {"attention_bias": False}
     plan = make_plan(parse_mesh(mesh), axes)
     request = Request(
         find_family(family), Config(config), plan, BUCKETS, "f32", "f32", costs, variants=("gumbel", "full"),

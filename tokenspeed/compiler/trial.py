@@ -6,6 +6,7 @@ padding is zero. Rows of a bucket that no request fills are holes: index -1, NaN
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -65,17 +66,35 @@ def runtime_sizes(p: Program) -> dict[str, int]:
     } | SAMPLING_DIMS
 
 
+def sampled(p: Program, work: Sequence[Sequence[Request]]) -> list[list[list[int]]]:
+    """Rows of its home block that each request of each home group samples behind: its last, or its last few drafted ones."""
+    each = -(-p.bucket["drafted"] // p.bucket["s"]) if "drafted" in p.bucket else 1
+    out: list[list[list[int]]] = []
+    for requests in work:
+        ends = list(itertools.accumulate(len(ids) for _, ids, _ in requests))
+        out.append([list(range(end - min(each, len(ids)), end)) for end, (_, ids, _) in zip(ends, requests)])
+    return out
+
+
+def hidden(number: int, pos: int, width: int) -> Tensor:
+    """The main model's last state of a request's position, on every plan alike."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(number * 7919 + pos))
+
+
 def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int] | None = None) -> dict[str, Tensor]:
-    """Ports of the decoder models: `work[g]` are the requests of home group g; `seeds` sample, else tokens are greedy."""
+    """Ports of the decoder models: `work[g]` are the requests of home group g; `seeds` sample, else tokens are greedy. Of a
+    program that drafts, ids are the tokens behind the rows."""
     bucket, rows, groups = p.bucket["t"], p.bucket["s"], p.plan.mesh.size(p.plan.home)
+    picks, outs = sampled(p, work), p.bucket.get("drafted", rows)
     ports = {n: torch.full((bucket * groups,), -1, dtype=torch.int32) for n in ("ids", "pos", "slot", "row")}
     ports["table"] = torch.zeros(rows * groups, WIDTH, dtype=torch.int32)
-    ports |= {n: torch.full((rows * groups,), -1, dtype=torch.int32) for n in ("last", "state")}
-    params = torch.zeros(rows * groups, PARAM_WORDS, dtype=torch.int32)
+    ports |= {n: torch.full((k * groups,), -1, dtype=torch.int32) for n, k in (("last", outs), ("state", rows))}
+    ports["hidden"] = torch.full((bucket * groups, p.sizes.get("h", 0)), float("nan"))
+    params = torch.zeros(outs * groups, PARAM_WORDS, dtype=torch.int32)
     params[:, Word.FLAGS] = int(Flag.GREEDY)
     floats = torch.tensor([0.8, 1.0, 1.0]).view(torch.int32)
     for g, requests in enumerate(work):
-        at = g * bucket
+        at, out = g * bucket, g * outs
         for i, (number, ids, first) in enumerate(requests):
             pages = [
                 (number * 5 + k) * 37 % PAGES for k in range(WIDTH)
@@ -83,15 +102,18 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
             ports["table"][g * rows + i] = torch.tensor(pages, dtype=torch.int32)
             for pos, token in enumerate(ids, first):
                 ports["ids"][at], ports["pos"][at], ports["row"][at] = token, pos, i
+                ports["hidden"][at] = hidden(number, pos, p.sizes.get("h", 0))
                 ports["slot"][at] = pages[pos // PAGE] * PAGE + pos % PAGE
                 at += 1
-            ports["last"][g * rows + i] = at - 1 - g * bucket
             ports["state"][g * rows + i] = number % STATES
-            row = params[g * rows + i]
-            row[Word.FLAGS] = int(Flag.VALID | (Flag.GREEDY if seeds is None else 0))
-            row[Word.POSITION], row[Word.SLOT] = first + len(ids), i
-            row[Word.SEED_LO] = seeds[number] if seeds else 0
-            row[Word.TEMPERATURE], row[Word.TOP_P], row[Word.REPETITION] = floats[0], floats[1], floats[2]
+            for pick in picks[g][i]:
+                ports["last"][out] = pick
+                row = params[out]
+                row[Word.FLAGS] = int(Flag.VALID | (Flag.GREEDY if seeds is None else 0))
+                row[Word.POSITION], row[Word.SLOT] = int(ports["pos"][g * bucket + pick]) + 1, i
+                row[Word.SEED_LO] = seeds[number] if seeds else 0
+                row[Word.TEMPERATURE], row[Word.TOP_P], row[Word.REPETITION] = floats[0], floats[1], floats[2]
+                out += 1
     return {name: port for name, port in (ports | {"params": params}).items() if name in p.ports}
 
 
@@ -107,10 +129,15 @@ class Steps:
     ) -> tuple[list[Tensor], list[list[int]]]:
         """The results of one step, and the sampled token of each request of each home group."""
         results, _ = Simulator(p, runtime_sizes(p)).run(batch(p, work, seeds), self.weights, self.caches)
-        rows = p.bucket["s"]
-        return results, [
-            [int(results[0][g * rows + i]) for i in range(len(requests))] for g, requests in enumerate(work)
-        ]
+        tokens = iter(token for _, token in outcomes(p, work, results[0]))
+        return results, [[[next(tokens) for _ in picks][-1] for picks in mine] for mine in sampled(p, work)]
+
+
+def outcomes(p: Program, work: Sequence[Sequence[Request]], tokens: Tensor) -> list[tuple[int, int]]:
+    """(row of the result, token) of all rows that the requests sampled behind, in their order."""
+    outs = p.bucket.get("drafted", p.bucket["s"])
+    at = [g * outs + k for g, mine in enumerate(sampled(p, work)) for k in range(sum(map(len, mine)))]
+    return [(k, int(tokens[k])) for k in at]
 
 
 def random_ports(p: Program, groups: int, seed: int) -> dict[str, Tensor]:

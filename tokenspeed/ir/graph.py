@@ -56,7 +56,7 @@ class Program:
     name: str
     variant: str  # how it samples: "gumbel" or "full"
     plan: Plan
-    bucket: dict[str, int]  # rows of t and s a home group
+    bucket: dict[str, int]  # rows of t, s (and drafted rows, where there are any) a home group
     sizes: dict[str, int]  # physical global extents, rows included
     logical: dict[str, int]  # extents without padding
     ports: list[str]

@@ -132,6 +132,9 @@ def _node(
             for d in ins[i]:
                 need(i, d, (ZERO, FINITE), "the cache keeps what is written")
         return []
+    if op == "cat":
+        for d in (d for mine in ins for d in mine):
+            raise VerifyError("V5", f"{where}: cat of {d}, which is padded: the padding would lie amid the values")
     if op == "causal_conv":  # zero taps give zeros, of whatever finite inputs
         for d in x:
             need(0, d, (ZERO, FINITE), "zero taps times infinity are NaN, and the state keeps them")

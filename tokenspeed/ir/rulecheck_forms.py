@@ -21,6 +21,7 @@ from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 UNITS = {
     "t": 3,
     "s": 3,
+    "drafted": 4,
     "h": 2,
     "f": 1,
     "e": 2,
@@ -37,7 +38,7 @@ UNITS = {
     "pos_table": 8,
 }
 PAGE = 2
-BLOCKED = frozenset({"t", "s", "slots", "states", "r"})  # dims of which each home group has a block
+BLOCKED = frozenset({"t", "s", "drafted", "slots", "states", "r"})  # dims of which each home group has a block
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,13 @@ def _ids(high: str) -> Callable[[Mapping[str, int], int, torch.Generator], list[
 def _select(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
     x = _holes(_real([sizes["t"], sizes["h"]], g), blocks)
     last = torch.randint(0, max(sizes["t"] // blocks - 1, 1), (sizes["s"],), generator=g, dtype=torch.int32)
+    return [x, _holes(last, blocks)]
+
+
+def _drafted(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """More drafted rows than token rows: several a request, some of the same row."""
+    x, _ = _select(sizes, blocks, g)
+    last = torch.randint(0, max(sizes["t"] // blocks - 1, 1), (sizes["drafted"],), generator=g, dtype=torch.int32)
     return [x, _holes(last, blocks)]
 
 
@@ -375,6 +383,8 @@ FORMS: tuple[Form, ...] = (
     _same("scale", X, factor=0.5), _same("scale", X, name="scale, negative", factor=-2.0),
     *(Form(f"reduce {k}", "reduce", (X,), _plain(X), {"kind": k}, (("t",),)) for k in ("sum", "max", "min")),
     Form("select_rows", "select_rows", (X, LAST), _select, {}, (("s", "h"),)),
+    Form("select_rows, drafted", "select_rows", (X, Operand("i32", ("drafted",), "t")), _drafted, {}, (("drafted", "h"),)),
+    Form("cat", "cat", (X, _f("t", "f")), _plain(X, _f("t", "f")), {"dim": "hf"}, (("t", "hf"),), single={"h": 2, "f": 3, "hf": 5}),
     *(Form(f"route{', raw shares' if raw else ''}", "route", (_f("t", "e"),), _plain(_f("t", "e")), _ROUTE | {"normalise": not raw},
            (("t", "k"), ("t", "k")), single={"k": 2}) for raw in (False, True)),
     Form("route, sigmoid and groups", "route", (_f("t", "e"), _f("e")), _plain(_f("t", "e"), _f("e")),

@@ -56,7 +56,8 @@ def print_program(p: Program, typed: bool = True) -> str:
 
 def print_header(p: Program) -> str:
     """The first line: all that tells programs apart whose buckets chose alike."""
-    return f"program @{p.name} {p.variant} {p.plan.describe()} bucket(t={p.bucket['t']}, s={p.bucket['s']})"
+    rows = ", ".join(f"{d}={n}" for d, n in p.bucket.items())
+    return f"program @{p.name} {p.variant} {p.plan.describe()} bucket({rows})"
 
 
 def _extent(p: Program, d: str) -> str:
@@ -145,10 +146,13 @@ def _close(text: str, start: int) -> int:
 def parse_program(text: str) -> Program:
     """Reads a program; VerifyError V1 names the line where the printed type is not the inferred one."""
     lines = [line for line in text.splitlines() if line.strip()]
-    m = re.match(r"program @(\S+) (\w+) (mesh\(.*\) axes\(.*\)) bucket\(t=(\d+), s=(\d+)\)$", lines[0] if lines else "")
+    m = re.match(
+        r"program @(\S+) (\w+) (mesh\(.*\) axes\(.*\)) bucket\((t=\d+, s=\d+(?:, drafted=\d+)?)\)$",
+        lines[0] if lines else "",
+    )
     if not m:
         raise VerifyError("V1", f"not a program: its first line is {lines[0] if lines else ''!r}")
-    plan, bucket = parse_plan(m[3]), {"t": int(m[4]), "s": int(m[5])}
+    plan, bucket = parse_plan(m[3]), {d: int(n) for d, n in (item.split("=") for item in m[4].split(", "))}
     logical: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for item in lines[1].split()[1:]:

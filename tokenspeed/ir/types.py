@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.spec import Factor, Spec, SpecDim
 
-ROW_DIMS = ("t", "s")  # tokens; request rows
+ROW_DIMS = ("t", "s", "drafted")  # tokens; request rows; drafted rows: those that a program drafts a token behind
 
 
 class Dim(NamedTuple):

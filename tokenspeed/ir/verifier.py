@@ -74,7 +74,7 @@ def _verify_types(p: Program, types: dict[str, Type], factors: dict[str, Axes], 
             raise VerifyError("V2", f"{where}: %{name} : {t} is an index and pending")
         for d in t.dims:
             if d.name in ROW_DIMS:
-                outside = [a for a in d.axes if a not in factors[d.name]]
+                outside = [a for a in d.axes if a not in factors.get(d.name, ())]
                 if outside:
                     raise VerifyError(
                         "V5", f"{where}: %{name} : {t}: {d.name} cannot be split over {outside} in this bucket"

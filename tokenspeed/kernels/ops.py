@@ -71,6 +71,7 @@ OPS: dict[str, Op] = {
         Op("l2_norm", "norm", "l2", ("x", "out")),
         Op("gated_rms_norm", "norm", "gated_rms", ("x", "w", "out")),
         Op("select_rows", "rows", "select", ("x", "out")),
+        Op("cat", "rows", "cat", ("x", "out")),
         Op("fill", "rows", "fill", ("x", "out")),
         Op("temper", "sampling", "temper", ("x", "out")),
         Op("add_gumbel", "sampling", "gumbel", ("x", "out")),

@@ -9,12 +9,14 @@ from typing import Any
 from tokenspeed.models.nn.config import ConfigError
 
 ARCHITECTURES: dict[str, str] = {
+    "DeepSeekMTPModel": "tokenspeed.models.draft:Deepseek",
     "DeepseekV2ForCausalLM": "tokenspeed.models.deepseek:V2",
     "DeepseekV3ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "DeepseekV32ForCausalLM": "tokenspeed.models.deepseek_sparse:CausalLM",
     "Gemma3ForCausalLM": "tokenspeed.models.gemma3:CausalLM",
     "Gemma3ForConditionalGeneration": "tokenspeed.models.gemma3:CausalLM",
     "Glm4MoeForCausalLM": "tokenspeed.models.glm4_moe:CausalLM",
+    "Glm4MoeMTPModel": "tokenspeed.models.draft:Glm4Moe",
     "GptOssForCausalLM": "tokenspeed.models.gpt_oss:CausalLM",
     "KimiK2ForCausalLM": "tokenspeed.models.deepseek:CausalLM",
     "KimiK25ForConditionalGeneration": "tokenspeed.models.deepseek:CausalLM",

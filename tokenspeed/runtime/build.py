@@ -45,6 +45,10 @@ def build_engine(config: EngineConfig) -> Built:
     artifact = open_artifact(str(path))
     if is_artifact(config.model):
         _agree(config, artifact)
+    if "drafted" in artifact.ports["rows"]:
+        raise StartupError(
+            f"{path} drafts tokens behind the rows of another model, which an engine does not run: serve that model instead"
+        )
     weights = artifact.checkpoint()
     checkpoint = checkpoint_of(weights)
     for field in artifact.manifest["config"]:

@@ -48,9 +48,12 @@ def load_weights(
     return out
 
 
-#: what files hold beside the weights of a model: a head that is tied, tables that are computed here, and layers that guess
-#: tokens ahead
-_KNOWN = re.compile(r"lm_head\.weight|mtp\..*|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)")
+#: what files hold beside the weights of a model: a head that is tied, tables that are computed here, layers that guess tokens
+#: ahead, and the copies of embedding and head in such
+_KNOWN = re.compile(
+    r"lm_head\.weight|mtp\..*|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)"
+    r"|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+)
 
 
 def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
@@ -64,10 +67,14 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
         if name not in sources and not sources.intersection(each_of_stack(name)) and not _KNOWN.fullmatch(name)
         if not any(p.fullmatch(name) for p in stacked)
     ]
-    drafting = [name for name in strange if _drafts(name, checkpoint.config)]
-    if drafting:
-        log.info("%d tensors of the layers that predict further tokens are left out", len(drafting))
-    strange = [name for name in strange if name not in set(drafting)]
+    drafts = any(
+        _drafts(source, checkpoint.config) for source in sources
+    )  # a model is one half of a checkpoint or the other
+    others = {name for name in strange if _drafts(name, checkpoint.config) != drafts}
+    if others:
+        what = "the main model" if drafts else "the layers that predict further tokens"
+        log.info("%d tensors of %s are left out", len(others), what)
+    strange = [name for name in strange if name not in others]
     if strange:
         kept = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
         raise CheckpointError(

@@ -22,7 +22,7 @@ from tokenspeed.compiler.passes.insert import LeafCache
 from tokenspeed.compiler.passes.pipeline import Body, Prepared, Problem, Request, build, prepare
 from tokenspeed.compiler.passes.rows import Row
 from tokenspeed.compiler.passes.weights import build_weight_map
-from tokenspeed.compiler.trial import batch, random_weights, runtime_sizes
+from tokenspeed.compiler.trial import batch, outcomes, random_weights, runtime_sizes
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program, row_factors
 from tokenspeed.ir.mesh import Mesh, Plan, make_plan
@@ -156,7 +156,7 @@ class _Pair:
         return self.known[key]
 
     def _run(self, problem: Problem, chosen: list[Row]) -> dict[str, Any]:
-        plan, (t, s) = problem.repairs.plan, problem.bucket.values()
+        plan, t, s = problem.repairs.plan, problem.bucket["t"], problem.bucket["s"]
         p, _ = build(problem, chosen, LeafCache(), self.fused)
         verify(p)
         groups = plan.mesh.size(plan.home)
@@ -227,6 +227,7 @@ def _compare(p: Program, many: list[Ran], one: list[Ran], work: Work) -> tuple[i
     """(values compared, tokens compared, largest relative error) of a program and the one-rank run of the same steps."""
     t, s = p.bucket["t"], p.bucket["s"]
     groups, each = len(work[0]), len(work[0][0])
+    last = p.types[p.results[0]].dims[0].name
     values = tokens = 0
     error = 0.0
     for step, (sim, results, env), (_, expected, reference) in zip(work, many, one):
@@ -235,6 +236,9 @@ def _compare(p: Program, many: list[Ran], one: list[Ran], work: Work) -> tuple[i
             "t": (torch.cat([torch.arange(i * t, i * t + size) for i in range(groups)]), torch.arange(size * groups)),
             "s": (torch.cat([torch.arange(i * s, i * s + each) for i in range(groups)]), torch.arange(each * groups)),
         }  # fmt: skip
+        if "drafted" in p.bucket:
+            rows = torch.tensor([k for k, _ in outcomes(p, step, results[0])])
+            index["drafted"] = rows, torch.arange(len(rows))
         for name, theirs in reference.items():
             if name in p.ports or name not in env or name not in p.types or p.types[name].index:
                 continue
@@ -250,7 +254,7 @@ def _compare(p: Program, many: list[Ran], one: list[Ran], work: Work) -> tuple[i
             a, b = mine[index[row][0]], right[index[row][1]]
             error = max(error, _apart(a.double(), b.double(), name, p))
             values += 1
-        a, b = results[0][index["s"][0]], expected[0][index["s"][1]]
+        a, b = results[0][index[last][0]], expected[0][index[last][1]]
         if not torch.equal(a, b):
             raise VerifyError("V17", f"{p.variant}, {t} tokens: the plan samples {a.tolist()}, one rank {b.tolist()}")
         tokens += a.numel()

@@ -15,12 +15,13 @@ from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
 from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.spec import Factor, SpecDim
+from tokenspeed.ir.types import ROW_DIMS
 from tokenspeed.models.nn.maps import Matrices, Weight
 from tokenspeed.models.nn.params import PagedAttention
 from tokenspeed.models.nn.state import DeltaRule
 
-#: dims whose extents the runtime fixes: token and request rows, KV and state slots, table width, packed words, request slots
-RUNTIME_DIMS = frozenset({"t", "s", "slots", "l", "r", "pos_table", "rope_dim", "states", *SAMPLING_DIMS})
+#: dims whose extents the runtime fixes: token, request and drafted rows, KV and state slots, table width, packed words ...
+RUNTIME_DIMS = frozenset({*ROW_DIMS, "slots", "l", "r", "pos_table", "rope_dim", "states", *SAMPLING_DIMS})
 
 
 @dataclass

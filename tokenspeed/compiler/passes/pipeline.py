@@ -89,8 +89,10 @@ class Prepared:
     graphs: Graphs = field(default_factory=dict)
 
     def bucket(self, bucket: dict[str, int]) -> Problem:
-        """Pass 4: the rows of every node for one bucket ({"t", "s"}: rows a home group)."""
+        """Pass 4: the rows of every node for one bucket ({"t", "s"}: rows a home group). Of a further row dim there are as many
+        rows as the requests have, but no more than tokens."""
         flat, choices = self.flat, self.choices
+        bucket = bucket | {d: min(bucket["t"], bucket["s"] * n) for d, n in flat.per_request.items()}
         plan = choices.layout.plan
         factors = {d: row_factors(plan, n) for d, n in bucket.items()}
         count = {d: n * plan.mesh.size(plan.home) for d, n in bucket.items()}
@@ -177,7 +179,7 @@ def run_passes(r: Request) -> Result:
         if result is None:
             weights = build_weight_map(flat, choices.layout, choices.b, ready.names)
             verify_weights(weights)
-            ports = {n: (t, flat.ports[n][1]) for n, t in choices.ports.items()}
+            ports = {n: (t, t.dtype) for n, t in choices.ports.items()}
             result = Result(choices.layout, ports, weights, {}, weight_bytes=weight_bytes(weights))
         result.results[variant] = ["token", *flat.exports]
         cache = LeafCache()

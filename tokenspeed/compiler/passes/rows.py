@@ -30,6 +30,7 @@ from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type
+from tokenspeed.models.nn.maps import STREAM
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Row:
     held: float = 0.0  # bytes a rank holds inside a leaf at most, beyond its arguments and results
 
 
+def port_types(flat: Flat, b: Binding) -> dict[str, Type]:
+    return {name: b.spec(spec, b.dtype if dtype == STREAM else dtype) for name, (spec, dtype) in flat.ports.items()}
+
+
 class Choices:
     """Rows of every node of one flat program on one layout; shared by all buckets but for row factors and row counts."""
 
@@ -48,7 +53,7 @@ class Choices:
         """`exchanges`: whether the target has kernels that exchange rows."""
         self.flat, self.layout, self.b, self.costs, self.exchanges = flat, layout, binding, costs, exchanges
         self.mesh = layout.plan.mesh
-        self.ports = {name: binding.spec(spec, dtype) for name, (spec, dtype) in flat.ports.items()}
+        self.ports = port_types(flat, binding)
         self.params = self._params()
         self.leaf_outs: dict[int, tuple[Type, ...]] = {}
         self.leaf_param: dict[int, dict[str, Param]] = {id(leaf): leaf_params(leaf, binding) for leaf in flat.leaves}
@@ -71,7 +76,7 @@ class Choices:
 
     def _shapes(self) -> dict[str, Type]:
         none = Binding(lambda f: (), lambda a: (), lambda a: (), (), self.b.dtype, self.b.cache_dtype, self.b.formats)
-        base = {name: none.spec(spec, dtype) for name, (spec, dtype) in self.flat.ports.items()}
+        base = port_types(self.flat, none)
         params = {k: v for n, d in self.flat.decls.items() for k, v in param_types(n, d, none).items()}
         known: dict[tuple[int, tuple[Type, ...]], list[Type]] = {}
         for n in self.flat.nodes:

@@ -16,6 +16,7 @@ from tokenspeed.ir.builder import CallNode, Frame, Proxy, Trace, tracing
 from tokenspeed.ir.errors import Origin, PlacementError
 from tokenspeed.ir.graph import Node
 from tokenspeed.ir.spec import Spec
+from tokenspeed.ir.types import ROW_DIMS
 from tokenspeed.models.nn.config import Config
 from tokenspeed.models.nn.maps import Linear, Weight
 from tokenspeed.models.nn.module import Module, name_tree
@@ -70,6 +71,7 @@ class Flat:
     decls: dict[str, Decl]  # absolute name -> declaration, of glue ops and leaves
     leaves: list[LeafDef]
     dims: dict[str, int]
+    per_request: dict[str, int] = field(default_factory=dict)  # row dim -> rows a request
     exports: list[str] = field(default_factory=list)  # names of results after the first, in order
 
     @cached_property
@@ -122,7 +124,8 @@ def flatten(
     if not isinstance(out, Proxy):
         raise PlacementError("P004", f"{sig.origin}: the root module returns one tensor of sampled tokens")
     root.out_names = [out.name]
-    flat = Flat(type(model).__name__, variant, ports, [], [], {}, [], dict(dims))
+    static, rows = ({d: n for d, n in dims.items() if (d in ROW_DIMS) == per} for per in (False, True))
+    flat = Flat(type(model).__name__, variant, ports, [], [], {}, [], static, rows)
     env = _Flattener(flat, tag).run(root, {p: p for p in ports})
     first_out: Spec = sig.outs[0]
     flat.results = [(env[out.name], first_out)] + [(env[v], spec) for v, spec in trace.exports.values()]

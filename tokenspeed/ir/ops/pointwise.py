@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Op, OutSpec, States, pointwise_rule, wide
 from tokenspeed.ir.types import Type
 
@@ -146,6 +147,30 @@ class Scale(Op):
         return x * torch.tensor(factor, dtype=x.dtype)
 
 
+class Cat(Op):
+    """x_i [T, D_i] side by side: [T, sum of D_i]; attr `dim` names the sum. Linear in all operands together."""
+
+    name = "cat"
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if any(len(x.dims) != 2 or x.names[0] != ins[0].names[0] for x in ins):
+            raise RuleError("P004", f"cat takes rows [t, d] of one row dim, not {', '.join(map(str, ins))}")
+        return [(ins[0].dtype, (ins[0].names[0], attrs["dim"]))]
+
+    def axis_rule(self, axis: str, states: States, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[str]:
+        group, closed = [range(len(ins))], [x.names[1] for x in ins]
+        return [pointwise_rule(self.name, axis, states, ins, ins[0].names[:1], linear=group, joint=True, closed=closed)]
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        if sizes[attrs["dim"]] != sum(sizes[x.names[1]] for x in ins):
+            raise RuleError("P004", f"cat of {', '.join(map(str, ins))}: {attrs['dim']} is not the sum of their widths")
+
+    def reference(self, *xs: Tensor, **_: Any) -> Tensor:
+        return torch.cat(xs, 1)
+
+
 POINTWISE: list[Op] = [
-    Silu(), Sigmoid(), Gelu(), Softcap(), Mul(), MulRows(), SiluMul(), GeluMul(), Add(), Scale(),
+    Silu(), Sigmoid(), Gelu(), Softcap(), Mul(), MulRows(), SiluMul(), GeluMul(), Add(), Scale(), Cat(),
 ]  # fmt: skip

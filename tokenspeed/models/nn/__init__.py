@@ -3,6 +3,9 @@
 from tokenspeed.models.nn.blocks import (
     MLP,
     Batch,
+    DraftBatch,
+    DraftHead,
+    DraftSampler,
     Embed,
     FullSampler,
     GumbelSampler,
@@ -29,6 +32,7 @@ from tokenspeed.models.nn.params import (
     SamplingState,
     add_gumbel,
     argmax,
+    cat,
     experts,
     full_sample,
     gelu,
@@ -54,3 +58,4 @@ __all__ = [
     "lookup", "norm_over", "place", "route", "select_rows", "silu", "softcap", "temper",
 ]  # fmt: skip
 __all__ += ["Conv", "DeltaRule", "GatedRMSNorm", "StateBatch", "StateCache", "decay", "l2_norm", "mul_rows", "sigmoid"]
+__all__ += ["DraftBatch", "DraftHead", "DraftSampler", "cat"]

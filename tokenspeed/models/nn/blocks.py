@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenspeed.ir.builder import current
 from tokenspeed.ir.ops.sampling import TOP_LOGPROBS
-from tokenspeed.models.nn.maps import Linear, Weight
+from tokenspeed.models.nn.maps import STREAM, Linear, Weight
 from tokenspeed.models.nn.module import Module, Port, Ports
 from tokenspeed.models.nn.params import (
     SamplingState,
@@ -51,6 +51,15 @@ class Batch(Ports):
     params = Port("s@dp p")  # sampling parameters, packed words
 
 
+class DraftBatch(Batch):
+    """One step of a layer that drafts. `ids` are the tokens that follow each row; drafted rows are those that a token is drafted
+    behind, as many a request as may turn out to be the last that was right."""
+
+    hidden = Port("t@dp h", dtype=STREAM)  # what the main model's head reads of each row, sampled or not
+    last = Port("drafted@dp -> t@dp")  # token row to draft behind; -1: none
+    params = Port("drafted@dp p")  # sampling parameters of the drafted token
+
+
 class Embed(Module):
     """Token embedding, vocabulary-parallel: a rank's rows are masked, the sum over vp is pending."""
 
@@ -72,6 +81,13 @@ class Head(Module):
         return z if self.cap is None else softcap(z, self.cap)
 
 
+class DraftHead(Head):
+    """Logits of drafted rows."""
+
+    def forward(self, x: Annotated[Tensor, "drafted* h"]) -> Annotated[Tensor, "drafted* v@vp"]:
+        return super().forward(x)
+
+
 class GumbelSampler(Module):
     """Greedy or temperature sampling by Gumbel-max on a sharded vocabulary: 8 bytes a request on the wire."""
 
@@ -79,6 +95,15 @@ class GumbelSampler(Module):
         self, z: Annotated[Tensor, "s* v@vp"], p: Annotated[Tensor, "s* p"]
     ) -> Annotated[Tensor, "s* argmax:vp"]:
         return argmax(add_gumbel(temper(z, p), p))
+
+
+class DraftSampler(GumbelSampler):
+    """Drafted tokens, with the noise that the main model's have at their position: equal logits give equal tokens."""
+
+    def forward(
+        self, z: Annotated[Tensor, "drafted* v@vp"], p: Annotated[Tensor, "drafted* p"]
+    ) -> Annotated[Tensor, "drafted* argmax:vp"]:
+        return super().forward(z, p)
 
 
 class FullSampler(Module):

@@ -168,6 +168,11 @@ def softcap(x: Any, cap: float) -> Any:
     return apply("softcap", [x], cap=float(cap))
 
 
+def cat(xs: Sequence[Any], dim: str) -> Any:
+    """Rows [T, D_i] side by side; `dim` names the sum of their widths among the model's dims."""
+    return apply("cat", list(xs), dim=dim)
+
+
 def sigmoid(x: Any) -> Any:
     return apply("sigmoid", [x])
 
