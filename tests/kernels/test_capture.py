@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from tests.e2e.tiny import tiny_config
 from tests.kernels.support import quantised
 from tokenspeed import _cpu
 from tokenspeed import kernels as K
+from tokenspeed.compiler.api import compile_model
+from tokenspeed.compiler.artifact import load_artifact
+from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag
+from tokenspeed.models import find_family
+from tokenspeed.runtime.checkpoint import DummyCheckpoint
+from tokenspeed.runtime.executor import Executor, RankConfig, Step
+from tokenspeed.runtime.progress import silent
 
 
 def test_a_replay_equals_the_calls_one_by_one() -> None:
@@ -71,3 +82,22 @@ def test_every_kernel_marked_native_is_one() -> None:
         out = torch.zeros(2, 8)
         K.record([(K.get(f"cpu.{name}"), (x, x), {"out": out})])
         assert not out.any()
+
+
+def test_the_graph_of_an_emitted_program_makes_the_calls_of_its_replay(tmp_path: Path) -> None:
+    """Both on one step's ports: one token of a request, sampled greedily."""
+    config = tiny_config()
+    compiled = compile_model(find_family(config["architectures"][0]), config, buckets=(1, 4), max_rows=2)
+    rank = RankConfig("", {}, 0, 4, 8, 32, 1)
+    executor = Executor(rank, load_artifact(compiled.write(tmp_path)), DummyCheckpoint(config, 3), silent)
+    arrays = {"ids": [7], "pos": [0], "slot": [5], "row": [0], "last": [0], "request_slots": [0], "table": [[1]]}
+    params = np.zeros((1, PARAM_WORDS), np.int32)
+    params[0, 0] = int(Flag.VALID | Flag.GREEDY)
+    step = Step(1, 1, "gumbel", {k: np.array(v, np.int32) for k, v in arrays.items()}, params, [])
+    token = executor.run(step).tokens.tolist()
+    program = executor.program("gumbel", 1)
+    kernels = [n for n in program.module.graph.nodes if n.op == "call_function"]
+    assert len(kernels) == program.replay.calls and all(n.meta["kernel"] for n in kernels)
+    program.results[0].fill_(-1)
+    program.module()
+    assert program.results[0][:1].tolist() == token

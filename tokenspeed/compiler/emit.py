@@ -1,4 +1,4 @@
-"""Emission: one `torch.fx.GraphModule` a program, of registry kernels that write into preallocated buffers.
+"""Emission: one `torch.fx` graph a program, of registry kernels that write into preallocated buffers.
 
 Invariant: every value is a static tensor (a port, a view of a weight, or a slice of the arena at a planned offset), so a
 replay allocates nothing and takes no argument; the order of the graph is program order. Nodes are `call_function` of a
@@ -7,8 +7,9 @@ kernel with an explicit `out`. This module needs the program text and the regist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,16 +42,24 @@ class Runtime:
     arena: Callable[[int], Tensor]  # bytes -> a uint8 tensor shared by all programs of this rank
 
 
+Made = tuple[Any, Sequence[Any], Mapping[str, Any]]  # kernel, positional arguments, keyword arguments
+
+
 @dataclass
 class Emitted:
-    """A program that can be replayed. `module()` interprets the graph call by call; `replay()` makes the same calls as it
-    was captured, without Python between native kernels. `results` are the output tensors, in order."""
+    """A program that can be replayed. `replay()` makes its calls, without Python between native kernels; `module()`, made when
+    first asked for, interprets the same calls as a graph. `results` are the output tensors, in order."""
 
-    module: fx.GraphModule
+    name: str
+    calls: list[Made]
     replay: Replay
     results: list[Tensor]
     peak_bytes: int
     kernels: list[str]  # request keys of its calls
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return _graph_of(self.name, self.calls)
 
 
 def emit(p: Program, rt: Runtime) -> Emitted:
@@ -81,43 +90,21 @@ class _Emitter:
     # ---- the graph ----
 
     def build(self) -> Emitted:
-        root = nn.Module()
-        graph = fx.Graph()
-        constants: dict[int, fx.Node] = {}
-        calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
-        keep: list[Any] = []
-
-        def constant(x: Any) -> fx.Node:
-            if id(x) not in constants:
-                name = f"c{len(constants)}"
-                object.__setattr__(root, name, x) if not isinstance(x, Tensor) else root.register_buffer(name, x, False)
-                keep.append(x)
-                constants[id(x)] = graph.get_attr(name)
-            return constants[id(x)]
-
+        calls: list[Made] = []
         for f in self.layout.calls:
             if f.blocks is not None:
                 pair = [(self.pairs[f.inputs[0]], self.pairs[f.outputs[0]])] if f.inputs[0] in self.pairs else []
                 for a, b in [(f.inputs[0], f.outputs[0]), *pair]:
                     source, target = self._blocks(f.blocks, a, b)
-                    graph.call_function(_COPY.fn, (constant(source),), {"out": constant(target)})
                     calls.append((_COPY, [source], {"out": target}))
             if CALLS[f.node.op].alias or f.node.op in NO_KERNEL:
                 continue
             spec = self.rt.kernel(key_of(*f.request))
             args, out, attrs = self._call(f, spec)
-            kwargs: dict[str, Any] = {
-                k: (v if isinstance(v, int | float | bool | str) else constant(v)) for k, v in attrs.items()
-            }
-            if out is not None:
-                kwargs["out"] = tuple(map(constant, out)) if isinstance(out, tuple) else constant(out)
-            node = graph.call_function(spec.fn, tuple(None if a is None else constant(a) for a in args), kwargs)
-            node.meta["kernel"], node.meta["value"] = spec.name, f.outputs
             calls.append((spec, args, attrs if out is None else attrs | {"out": out}))
-        graph.output(())
-        module = fx.GraphModule(root, graph, class_name=f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}")
         keys = sorted({key_of(*f.request) for f in self.layout.calls if f.request[0]})
-        return Emitted(module, record(calls), [self._tensor(r) for r in self.p.results], self.peak, keys)
+        name = f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}"
+        return Emitted(name, calls, record(calls), [self._tensor(r) for r in self.p.results], self.peak, keys)
 
     def _blocks(self, blocks: tuple[int, int, int], source: str, target: str) -> tuple[Tensor, Tensor]:
         """Source and target views [outer, rows, ...] of a slice whose rows lie apart in the operand."""
@@ -216,6 +203,29 @@ class _Emitter:
                 else outer_blocks_of(self.p, f.outs[0], dim, axes)
             )
         return args, out, attrs
+
+
+def _graph_of(name: str, calls: Sequence[Made]) -> fx.GraphModule:
+    """The graph whose nodes are the calls, with their tensors as its constants."""
+    root, graph = nn.Module(), fx.Graph()
+    constants: dict[int, fx.Node] = {}
+
+    def constant(x: Any) -> Any:
+        if x is None or isinstance(x, int | float | bool | str):
+            return x
+        if isinstance(x, tuple):
+            return tuple(map(constant, x))
+        if id(x) not in constants:
+            at = f"c{len(constants)}"
+            object.__setattr__(root, at, x) if not isinstance(x, Tensor) else root.register_buffer(at, x, False)
+            constants[id(x)] = graph.get_attr(at)
+        return constants[id(x)]
+
+    for spec, args, attrs in calls:
+        node = graph.call_function(spec.fn, tuple(map(constant, args)), {k: constant(v) for k, v in attrs.items()})
+        node.meta["kernel"] = spec.name
+    graph.output(())
+    return fx.GraphModule(root, graph, class_name=name)
 
 
 def _copy(x: Tensor, *, out: Tensor) -> None:

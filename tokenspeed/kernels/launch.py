@@ -68,21 +68,39 @@ def has_chunks(tokens: int, rows: int) -> bool:
     return tokens > rows or _chunks
 
 
-_ahead = False
+_ahead: dict[tuple[Any, ...], Launch] | None = None
 
 
 @contextmanager
 def compiling_ahead() -> Generator[None]:
-    """Launches under it are compiled, as many at once as there are processors, and not run."""
+    """Under it nothing runs and scratch grows; at its end the kernels that were to run are compiled, as many at once as there
+    are processors."""
     from triton import AsyncCompileMode
 
     global _ahead  # as `_record`: for the start of an executor
+    _ahead = {}
+    try:
+        yield
+        wanted = list(_ahead.values())
+    finally:
+        _ahead = None
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
-        _ahead = True
-        try:
-            yield
-        finally:
-            _ahead = False
+        for one in wanted:
+            one.kernel.warmup(*one.args, grid=one.grid, **one.meta)
+
+
+def _kind(arg: Any) -> Any:
+    """What of an argument tells compiled kernels apart, or more."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg.bit_length() > 31
+    return type(arg), repr(getattr(arg, "block_shape", None)), str(getattr(getattr(arg, "base", None), "dtype", None))
+
+
+def is_ahead() -> bool:
+    """Whether kernels are only being compiled: one that is compiled already has nothing to do."""
+    return _ahead is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
@@ -94,8 +112,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         meta["PDL"] = overlaps(args[0].device)
         if meta["PDL"]:
             meta["launch_pdl"] = True
-    if _ahead:
-        kernel.warmup(*args, grid=grid, **meta)
+    if _ahead is not None:
+        key = id(kernel), tuple(meta.items()), *map(_kind, args)
+        _ahead.setdefault(key, Launch(kernel, grid, args, meta))
     else:
         kernel[grid](*args, **meta)
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import EngineError, QueueFullError, RequestError, UnavailableError
 from tokenspeed.runtime.messages import (
@@ -181,34 +183,34 @@ class AsyncLLM:
         check_text("cache_salt", cache_salt)
         self._check_choices(len(prompts), params.n)
         eos = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-        accepted: list[tuple[list[int], CoreParams]] = []
+        accepted: list[tuple[list[int], bytes, CoreParams]] = []
         for prompt in prompts:
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
-            self._check_prompt(ids, params, from_text=isinstance(prompt, str))
-            accepted.append((ids, params.resolve(len(ids), self.max_len, eos, ready.vocab_size)))
-        tokens = params.n * sum(len(ids) for ids, _ in accepted)
+            carried = self._check_prompt(ids, params)
+            accepted.append((ids, carried, params.resolve(len(ids), self.max_len, eos, ready.vocab_size)))
+        tokens = params.n * sum(len(ids) for ids, _, _ in accepted)
         while not self._has_room(params.n * len(prompts), tokens):
             if not wait:
                 raise QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
             self._room.clear()
             await self._room.wait()
         client = self._connected()  # it may have died while this waited
-        return [self._send(client, ids, params, core, priority, cache_salt) for ids, core in accepted]
+        return [self._send(client, *one, params, priority, cache_salt) for one in accepted]
 
     def _send(
         self,
         client: CoreClient,
         ids: list[int],
-        params: SamplingParams,
+        prompt: bytes,
         core_params: CoreParams,
+        params: SamplingParams,
         priority: int,
         cache_salt: str,
     ) -> RequestStream:
-        """One prompt's choices to the core."""
+        """One prompt's choices to the core; `prompt` is `ids` packed."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         choices = [Choice(index, params, self.tokenizer) for index in range(params.n)]
         stream = RequestStream(ids, choices, self._close_stream)
-        prompt = packed(ids)
         for choice in choices:
             if core_params.max_tokens == 0:
                 stream.put(choice.end("length"))
@@ -266,16 +268,23 @@ class AsyncLLM:
             return self._client
         raise UnavailableError("the engine is closed")
 
-    def _check_prompt(self, ids: list[int], params: SamplingParams, *, from_text: bool) -> None:
-        """Written without a Python loop: a prompt may have hundreds of thousands of ids."""
+    def _check_prompt(self, ids: list[int], params: SamplingParams) -> bytes:
+        """The ids packed. Written without a Python loop: a prompt may have hundreds of thousands of them."""
         if not ids:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
         vocab = self.ready.vocab_size
-        are_ints = from_text or set(map(type, ids)) == {int}
-        if not are_ints or min(ids) < 0 or max(ids) >= vocab:
+        try:
+            prompt = packed(ids)
+            held = np.frombuffer(prompt, dtype=np.int32)
+            outside = held.min() < 0 or held.max() >= vocab
+            outside |= any(isinstance(ids[i], bool) for i in np.flatnonzero(held <= 1))  # True is packed as 1
+        except (TypeError, OverflowError):  # not all integers, or none that a token id could be
+            outside = True
+        if outside:
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt")
         if self.tokenizer is None and params.stops:
             raise RequestError("stop needs the text, but this model has no tokenizer: use stop_token_ids", param="stop")
+        return prompt
 
     def _check_choices(self, prompts: int, n: int) -> None:
         """A request of more choices than an idle engine takes can never be accepted: it is wrong, not early."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ class Built:
 
 def build_engine(config: EngineConfig) -> Built:
     """StartupError, CheckpointError, or a TokenSpeedError of the compiler, when the engine cannot be had."""
+    began = time.perf_counter()
     path = find_artifact(config)
+    phases = {"artifact": time.perf_counter() - began}
     artifact = open_artifact(str(path))
     if is_artifact(config.model):
         _agree(config, artifact)
@@ -104,6 +107,7 @@ def build_engine(config: EngineConfig) -> Built:
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
         **({"states": f"{max_rows} requests and {snapshots} snapshots a group, {states / 2**20:.0f} MiB a rank"}
            if state_bytes else {}),
+        "started": ", ".join(f"{k} {v:.1f} s" for k, v in (phases | started.executor.seconds).items()),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
     return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary)

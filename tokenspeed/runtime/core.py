@@ -7,6 +7,7 @@ Every request ends with exactly one delta that carries a finish reason, except t
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +47,8 @@ def run_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
         loop = EngineLoop(built, config.overlap_depth, inbox, outbox)
         a = built.artifact
         running = max(rows for _, rows in a.buckets) * a.plan.mesh.size(a.plan.home)
+        gc.collect()
+        gc.freeze()  # what was built stays: a collection between two steps need not look at it
         outbox.put(Ready(built.max_model_len, built.vocab_size, built.kv_tokens, running, built.summary))
         loop.run()
     finally:

@@ -9,9 +9,9 @@ A program with a kernel that cannot be captured (a reference) runs the same call
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from tokenspeed.runtime.checkpoint import Checkpoint, DummyCheckpoint
 from tokenspeed.runtime.executor import Executor, RankConfig, Step, StepResult
 from tokenspeed.runtime.progress import Progress
 
-CHUNK = 16  # tokens from which a bucket that could be all decodes has a graph of its own for chunks of prompts: a chunk
-# read token by token reads its context as often
+# Tokens from which a bucket that could be all decodes has a graph of its own for chunks of prompts: a chunk that is read
+# token by token reads its context as often.
+CHUNK = 16
 RING = 4  # slots; more than steps can be in flight
 
 
@@ -38,7 +39,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which work goes to the stream."""
@@ -56,11 +57,17 @@ class Gpu:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], object]:
-        """The replay of a graph of what `step` does; all graphs share one pool of private memory."""
+        """The replay of a graph of what `step` does; all graphs share one pool of private memory.
+
+        Relaxed: a library may load a kernel meanwhile, which is no work of the stream.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
-            step()
-        self._pool = self._pool or graph.pool()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                step()
+            finally:
+                graph.capture_end()
         return graph.replay
 
 
@@ -77,22 +84,18 @@ class CudaExecutor(Executor):
         self.device = self.gpu.device
         if isinstance(checkpoint, DummyCheckpoint):
             checkpoint.device = self.device.type
-        self.seconds: dict[str, float] = {}  # of the start, by phase
         self.replays: dict[tuple[str, int], Callable[[], object]] = {}
         self.chunked: dict[
             tuple[str, int], Callable[[], object]
         ] = {}  # of the buckets `mixed`, for requests of several tokens
         self.mixed = frozenset(t for t, s in artifact.buckets if CHUNK <= t <= s)
-        self._clock = time.perf_counter()
         super().__init__(config, artifact, checkpoint, progress)
 
     def _phase(self, name: str) -> None:
         self.gpu.synchronize()
-        now = time.perf_counter()
-        self.seconds[name], self._clock = now - self._clock, now
+        super()._phase(name)
 
     def _prepare(self, progress: Progress) -> None:
-        self._phase("load")
         device, int32 = self.device, torch.int32
         slots = self.ports.get("state")  # a request's state lies in the slot that the request owns
         self.ports["request_slots"] = (
@@ -112,12 +115,13 @@ class CudaExecutor(Executor):
             if self.device.type == "cuda":
                 self._compile(steps)
                 self._phase("compile")
-            for i, (key, step) in enumerate(steps.items()):
-                self.replays[key] = self._capture(*key, step)
-                if key[1] in self.mixed:
-                    with with_chunks():
-                        self.chunked[key] = self._capture(*key, step)
-                progress("capture", i + 1, len(keys))
+            with uninterrupted():
+                for i, (key, step) in enumerate(steps.items()):
+                    self.replays[key] = self._capture(*key, step)
+                    if key[1] in self.mixed:
+                        with with_chunks():
+                            self.chunked[key] = self._capture(*key, step)
+                    progress("capture", i + 1, len(keys))
         extra = self.programs["full", self.max_t].results[1:] if ("full", self.max_t) in self.programs else []
         self.extras = [[self.gpu.pinned(*r.shape, dtype=r.dtype) for r in extra] for _ in range(RING)]
         self._phase("capture")
@@ -138,17 +142,10 @@ class CudaExecutor(Executor):
         return step
 
     def _compile(self, steps: Mapping[tuple[str, int], Callable[[], None]]) -> None:
-        """Compiles the kernels of decode buckets, and of the least and the largest beyond, side by side.
-
-        The others use the same ones: what a prompt's bucket runs hardly depends on its size. One that is missed compiles
-        where it first runs.
-        """
-        sizes = self.artifact.buckets
-        prompts = [t for t, s in sizes if t > s]
-        wanted = {t for t, s in sizes if t <= s} | {*prompts[:1], *prompts[-1:]}
+        """Compiles the kernels of all programs, side by side, and lets scratch grow to what each of them needs."""
         with compiling_ahead():
             for (variant, bucket), step in steps.items():
-                if bucket in wanted and self._whole(variant, bucket):
+                if self._whole(variant, bucket):
                     step()
                     if bucket in self.mixed:
                         with with_chunks():
@@ -159,19 +156,21 @@ class CudaExecutor(Executor):
         return all(self.kernel(k).solution != "reference" for k in self.program(variant, bucket).kernels)
 
     def _capture(self, variant: str, bucket: int, step: Callable[[], None]) -> Callable[[], object]:
-        """Runs a step once over holes (scratch grows, libraries start) and captures it."""
-        rows = dict(self.artifact.buckets)[bucket]
-        whole = self._whole(variant, bucket)
+        """Captures a step; one of the largest bucket runs over holes before, so that libraries have started."""
+        if not self._whole(variant, bucket):
 
-        def by_hand() -> None:
-            with self.device:  # a reference makes its index tensors on the default device
-                step()
+            def by_hand() -> None:
+                with self.device:  # a reference makes its index tensors on the default device
+                    step()
 
-        self._fill(self.turn, bucket, rows, holes(bucket, rows), np.zeros((rows, PARAM_WORDS), np.int32))
-        (step if whole else by_hand)()
-        self.turn = (self.turn + 1) % RING
-        self.gpu.synchronize()
-        return self.gpu.capture(step) if whole else by_hand
+            return by_hand
+        if bucket == self.max_t:
+            rows = dict(self.artifact.buckets)[bucket]
+            self._fill(self.turn, bucket, rows, holes(bucket, rows), np.zeros((rows, PARAM_WORDS), np.int32))
+            step()
+            self.turn = (self.turn + 1) % RING
+            self.gpu.synchronize()
+        return self.gpu.capture(step)
 
     def _fill(self, slot: int, t: int, s: int, arrays: dict[str, np.ndarray], params: np.ndarray) -> None:
         """Writes a step's arrays, of this home group, into a slot of the ring."""
@@ -236,6 +235,17 @@ class CudaExecutor(Executor):
             "scratch": scratch_bytes(torch.device("cuda", torch.cuda.current_device())),
             "allocated": torch.cuda.memory_allocated(),
         }  # fmt: skip
+
+
+@contextmanager
+def uninterrupted() -> Generator[None]:
+    """Without the garbage collector: it would look at all that was compiled, between captures, and may free what it must not."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def holes(tokens: int, rows: int) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ can be launched before the previous one's tokens have been read back.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,8 @@ class Executor:
     device = torch.device("cpu")
 
     def __init__(self, config: RankConfig, artifact: Artifact, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}  # of the start, by phase
+        self._clock = time.perf_counter()
         self.config, self.artifact = config, artifact
         self.plan, self.rank = artifact.plan, config.rank
         home = self.plan.home
@@ -141,7 +144,13 @@ class Executor:
         self.recurrent: list[Tensor] = []  # caches of state slots
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
+        self._phase("load")
         self._prepare(progress)
+
+    def _phase(self, name: str) -> None:
+        """Ends a phase of the start."""
+        now = time.perf_counter()
+        self.seconds[name], self._clock = now - self._clock, now
 
     def _prepare(self, progress: Progress) -> None:
         """What must exist before the first step: the largest programs, which size the arena for all, and the views."""

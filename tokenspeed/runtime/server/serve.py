@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -91,6 +92,8 @@ async def _live(
         await asyncio.gather(loading, return_exceptions=True)
         return 0
     ready = loading.result()
+    gc.collect()
+    gc.freeze()  # what was built stays: a collection between two answers need not look at it
     life.phase = "ready"
     on_ready(ready)
     await _first(llm.died, signals.first)
