@@ -138,35 +138,12 @@ class Bench:
 
     def replays(self, executor: Any, batch: int, context: int, tokens: int = 1, count: int = 40) -> dict[str, Any]:
         """Decode of `batch` requests, or the last `tokens` tokens of one, at `context` positions."""
-        import numpy as np
         import torch
 
-        from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag
-        from tokenspeed.runtime.executor import Step
+        from tokenspeed.runtime.tuning import step_of
 
-        page = executor.config.page_size
-        pages = -(-context // page)
-        order = np.random.default_rng(0).permutation(executor.config.num_pages)[: batch * pages].astype(np.int32)
-        table = order.reshape(batch, pages)
-        # Token rows: every request's last `tokens` positions, then holes up to the bucket.
-        bucket = next(t for t, _ in executor.artifact.buckets if t >= batch * tokens)
-        held = min(bucket, executor.max_s)
-        at = np.arange(batch, dtype=np.int32)
-        row = np.full(bucket, -1, np.int32)
-        row[: batch * tokens] = np.repeat(at, tokens)
-        pos = np.where(row >= 0, context - tokens + np.arange(bucket) % tokens, -1).astype(np.int32)
-        slot = np.where(row >= 0, table[row, pos // page] * page + pos % page, -1).astype(np.int32)
-        last, slots = np.full((2, held), -1, np.int32)
-        last[:batch], slots[:batch] = (at + 1) * tokens - 1, at
-        tables = np.zeros((held, pages), np.int32)
-        tables[:batch] = table
-        arrays = {
-            "ids": np.where(row >= 0, 11 + np.arange(bucket) % 1000, -1).astype(np.int32), "pos": pos, "slot": slot,
-            "row": row, "last": last, "table": tables, "request_slots": slots,
-        }  # fmt: skip
-        params = np.zeros((held, PARAM_WORDS), np.int32)
-        params[:batch, 0] = int(Flag.VALID | Flag.GREEDY)
-        step = Step(bucket, held, "gumbel", arrays, params, [])
+        step = step_of(executor, batch, context, tokens)
+        bucket = step.bucket
         for _ in executor.done:  # every slot of the ring holds the step
             executor.run(step)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.tiny import tiny_model
 from tokenspeed.cli import main
 from tokenspeed.compiler import rulecheck_kernels
 from tokenspeed.kernels.registry import default_registry
@@ -19,8 +20,7 @@ def test_the_list_has_every_kernel_and_what_was_verified_of_it(
 ) -> None:
     cache = ["--cache", str(tmp_path / "cache")]
     forms = [f for f in rulecheck_kernels.FORMS if f.op in ("silu", "add")]
-    check = rulecheck_kernels.check
-    monkeypatch.setattr(rulecheck_kernels, "check", lambda: check(forms))
+    monkeypatch.setattr(rulecheck_kernels, "FORMS", forms)
 
     def verified() -> set[str]:
         assert main(["kernels", "list", "--json", *cache]) == 0
@@ -79,3 +79,39 @@ def test_a_request_that_cannot_be_is_an_error_with_the_way_out(
 ) -> None:
     assert main(["kernels", "explain", *words]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+ENGINE = ["--device", "cpu", "--dtype", "float32", "--buckets", "1,4", "--max-num-seqs", "2", "--num-pages", "64"]
+
+
+def test_bench_times_every_kernel_of_every_bucket(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--max-num-batched-tokens", "4", "--context", "32"]
+    assert main(["kernels", "bench", tiny, *ENGINE, *size, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {r["bucket"] for r in rows} == {1, 4} and all(r["us"] > 0 and r["calls"] > 0 for r in rows)
+    for bucket in (1, 4):
+        mine = [r for r in rows if r["bucket"] == bucket]
+        assert abs(sum(r["share"] for r in mine) - 1) < 0.01
+        assert {"cpu.attend", "cpu.linear"} <= {r["kernel"] for r in mine}
+    assert main(["kernels", "bench", tiny, *ENGINE, *size]) == 0
+    assert "4 tokens: " in capsys.readouterr().out
+
+
+def test_tune_says_so_where_there_is_nothing_to_choose(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "table.json"
+    size = ["--max-num-batched-tokens", "4", "--context", "32", "--out", str(out)]
+    assert main(["kernels", "tune", tiny, *ENGINE, *size]) == 0
+    assert "nothing to choose" in capsys.readouterr().out and not out.exists()
+
+
+def test_a_context_that_does_not_fit_is_named(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "bench", tiny, *ENGINE, "--max-num-batched-tokens", "4", "--context", "100000"]) == 2
+    assert "do not fit" in capsys.readouterr().err
+    assert main(["kernels", "bench", tiny, *ENGINE, "--context", "0"]) == 2

@@ -3,6 +3,8 @@
 kernels list                         every kernel: family, mode, solution, targets, verified here or not
 kernels explain FAMILY MODE          every candidate for a request, the chosen one first, the others with their reasons
 kernels verify                       this machine's CPU kernels against the references; kept for `list`
+kernels bench MODEL                  what each kernel of the model's steps takes on this device
+kernels tune MODEL                   the fastest of the kernels that can run each call, kept where selection finds it
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tokenspeed.runtime import options
+from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.options import OptionError
 
 RECORD = "verified-kernels.json"  # in the cache: kernel name -> source hash that was verified
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three things to ask for, each with its own flags."""
-    asked = parser.add_subparsers(dest="what", required=True, metavar="list|explain|verify")
+    """The things to ask for, each with its own flags."""
+    asked = parser.add_subparsers(dest="what", required=True, metavar="list|explain|verify|bench|tune")
     every = asked.add_parser("list", help="every registered kernel")
     every.add_argument(
         "--json", action="store_true", help='{"kernels": [{family, mode, solution, name, targets, verified}]}'
@@ -38,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify = asked.add_parser("verify", help="check this machine's CPU kernels against their references")
     verify.add_argument("--json", action="store_true", help="print what was checked as JSON")
+    bench = asked.add_parser("bench", help="time the kernels of a model's steps on this device")
+    bench.add_argument("--json", action="store_true", help="[{bucket, request, kernel, calls, us, share}]")
+    tune = asked.add_parser("tune", help="find the fastest kernels for a model's steps on this device, and keep them")
+    tune.add_argument(
+        "--out", default="", help="the table to write; empty: the one that selection reads on this machine"
+    )
+    for sub in (bench, tune):
+        sub.add_argument("--context", type=int, default=1024, help="tokens of context of the decodes that are timed")
+        options.add_arguments(sub, EngineConfig)
     for sub in (every, verify):
         sub.add_argument("--cache", default="~/.cache/tokenspeed", help="where it is kept which kernels were verified")
 
@@ -46,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """0; 1 where a kernel does not compute what its op means. OptionError for a request that cannot be."""
     if args.what == "explain":
         return _explain(args)
-    return _verify(args) if args.what == "verify" else _list(args)
+    return {"verify": _verify, "bench": _bench, "tune": _tune, "list": _list}[args.what](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -147,6 +160,60 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"WRONG     {line}")
         print(f"{len(good)} kernels compute what their references do, on {report.rules} placements; kept in {path}")
     return 1 if bad else 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tokenspeed.runtime.tuning import as_json, bench
+
+    rows = bench(_engine(args), args.context, _say)
+    if args.json:
+        print(as_json(rows))
+        return 0
+    for bucket in sorted({r.bucket for r in rows}):
+        mine = [r for r in rows if r.bucket == bucket]
+        print(
+            f"{bucket} tokens: {sum(r.calls * r.microseconds for r in mine):.0f} us in {sum(r.calls for r in mine)} calls"
+        )
+        for r in sorted(mine, key=lambda r: -r.calls * r.microseconds):
+            print(
+                f"  {r.calls * r.microseconds:10.1f} us  {r.calls:4} x {r.microseconds:9.2f}  {r.kernel:28} {r.request}"
+            )
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from tokenspeed.kernels.target import target_of
+    from tokenspeed.kernels.tuned import TunedTable, cached_path
+    from tokenspeed.runtime.compiling import device_of
+    from tokenspeed.runtime.tuning import tune
+
+    config = _engine(args)
+    path = Path(args.out).expanduser() if args.out else cached_path(target_of(device_of(config)).name)
+    before = TunedTable.load(path) if path.exists() else None
+    table = tune(config, args.context, _say)
+    if not table.entries:
+        print(
+            f"no call of these steps has a second kernel on {table.device} that computes as exactly: nothing to choose"
+        )
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((table.over(before) if before else table).dump())
+    for e in table.entries:
+        low, high = e.traits["tokens"]
+        shape = ", ".join(f"{k} {v[0]}" for k, v in sorted(e.traits.items()) if k != "tokens")
+        print(f"{e.op:16} {low:5} to {high:5} tokens  {e.kernel:24} {e.microseconds:9.2f} us  {shape}")
+    print(f"{len(table.entries)} choices measured on {table.device}; kept in {path}")
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> EngineConfig:
+    if args.context < 1:
+        raise OptionError(f"--context is {args.context}: at least one token")
+    return options.from_args(EngineConfig, args)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _record(cache: str) -> dict[str, str]:

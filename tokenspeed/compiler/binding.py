@@ -72,6 +72,7 @@ def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Seq
     if "in_dims" in node.attrs:
         n_in = len(node.attrs["in_dims"])
         facts["k"] = math.prod(_local(d, p) for d in x.dims[len(x.dims) - n_in :])
+        facts["n"] = sum(width_of(t, p) for t in outs)
     return kernel_op(node, ins, caches, p.plan.home), signature, facts
 
 
@@ -96,3 +97,16 @@ def key_of(op: str, signature: dict[str, str], facts: dict[str, int]) -> str:
     return "|".join(
         [op, *(f"{k}={v}" for k, v in sorted(signature.items())), *(f"{k}={v}" for k, v in sorted(facts.items()))]
     )
+
+
+def parse_key(key: str) -> Request:
+    """What `key_of` wrote: formats are words, facts are whole numbers."""
+    op, *rest = key.split("|")
+    signature: dict[str, str] = {}
+    facts: dict[str, int] = {}
+    for name, _, value in (part.partition("=") for part in rest):
+        if value.lstrip("-").isdigit():
+            facts[name] = int(value)
+        else:
+            signature[name] = value
+    return op, signature, facts

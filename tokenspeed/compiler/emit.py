@@ -52,10 +52,10 @@ class Emitted:
 
     name: str
     calls: list[Made]
+    requests: list[str]  # the key of each call, "" of a copy
     replay: Replay
     results: list[Tensor]
     peak_bytes: int
-    kernels: list[str]  # request keys of its calls
 
     @cached_property
     def module(self) -> fx.GraphModule:
@@ -91,20 +91,23 @@ class _Emitter:
 
     def build(self) -> Emitted:
         calls: list[Made] = []
+        requests: list[str] = []
         for f in self.layout.calls:
             if f.blocks is not None:
                 pair = [(self.pairs[f.inputs[0]], self.pairs[f.outputs[0]])] if f.inputs[0] in self.pairs else []
                 for a, b in [(f.inputs[0], f.outputs[0]), *pair]:
                     source, target = self._blocks(f.blocks, a, b)
                     calls.append((_COPY, [source], {"out": target}))
+                    requests.append("")
             if CALLS[f.node.op].alias or f.node.op in NO_KERNEL:
                 continue
             spec = self.rt.kernel(key_of(*f.request))
             args, out, attrs = self._call(f, spec)
             calls.append((spec, args, attrs if out is None else attrs | {"out": out}))
-        keys = sorted({key_of(*f.request) for f in self.layout.calls if f.request[0]})
+            requests.append(key_of(*f.request))
         name = f"{self.p.name}_{self.p.variant}_t{self.p.bucket['t']}"
-        return Emitted(name, calls, record(calls), [self._tensor(r) for r in self.p.results], self.peak, keys)
+        results = [self._tensor(r) for r in self.p.results]
+        return Emitted(name, calls, requests, record(calls), results, self.peak)
 
     def _blocks(self, blocks: tuple[int, int, int], source: str, target: str) -> tuple[Tensor, Tensor]:
         """Source and target views [outer, rows, ...] of a slice whose rows lie apart in the operand."""
@@ -239,6 +242,7 @@ class _Step:
     fn: Callable[..., None]
     name: str
     native: bool = False
+    solution: str = "torch"
 
 
 _COPY = _Step(_copy, "copy")

@@ -7,7 +7,8 @@ Order of precedence, first that speaks wins:
   2. the context (`with selection(overrides={"gemm/linear": ...})`);
   3. the environment, `TOKENSPEED_KERNEL_OVERRIDE_<FAMILY>_<MODE>`;
   4. the config file (`selection(config=path)` or `TOKENSPEED_KERNEL_CONFIG`): {"overrides": {"gemm/linear": ...}};
-  5. the tuned table (`selection(tuned=path)` or `TOKENSPEED_KERNEL_TUNED`), see tuned.py;
+  5. the tuned table (`selection(tuned=path)` or `TOKENSPEED_KERNEL_TUNED`; else the one measured on this machine for the
+     target, else the one that ships for it), see tuned.py;
   6. the heuristic: the objective's tag, then priority, then name.
 An override is a kernel's name or a solution ("reference"); one that cannot run the request is an error with the reason.
 A tuned entry is advice: one that cannot run is passed over, and `explain` says why.
@@ -28,7 +29,7 @@ from tokenspeed.kernels.ops import OPS, Op, op_of
 from tokenspeed.kernels.registry import Registry, default_registry
 from tokenspeed.kernels.spec import OBJECTIVES, KernelSpec, Objective, TraitValue
 from tokenspeed.kernels.target import Target, miss, target_of
-from tokenspeed.kernels.tuned import TunedTable
+from tokenspeed.kernels.tuned import TunedTable, table_for
 
 CONFIG_VARIABLE = "TOKENSPEED_KERNEL_CONFIG"
 TUNED_VARIABLE = "TOKENSPEED_KERNEL_TUNED"
@@ -201,9 +202,13 @@ def _choose(judged: list[Candidate], request: Request, override: str | None) -> 
     eligible = [candidate for candidate in judged if candidate.eligible]
     if not eligible:
         raise SelectionError(f"no kernel can run {request.describe()}\n{_reasons(judged)}")
-    table = settings.tuned or os.environ.get(TUNED_VARIABLE)
-    if table:
-        for name in TunedTable.load(Path(table)).advice(request.op.name, request.signature, request.traits):
+    named = settings.tuned or os.environ.get(TUNED_VARIABLE)
+    if named:
+        table = TunedTable.load(Path(named))
+    else:
+        table = table_for(request.target.name) if request.objective == "default" else None
+    if table is not None:
+        for name in table.advice(request.op.name, request.signature, request.traits):
             for candidate in eligible:
                 if candidate.spec.name == name:
                     return candidate, "tuned table"

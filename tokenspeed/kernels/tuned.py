@@ -8,7 +8,9 @@ of its trait ranges covers the request's value. `us` (microseconds measured) ord
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,24 @@ class Entry:
         if op != self.op or any(signature.get(role) != name for role, name in self.signature.items()):
             return False
         return all(name in traits and _covers(span, traits[name]) for name, span in self.traits.items())
+
+
+SHIPPED = Path(__file__).parent / "tables"
+CACHE_VARIABLE = "TOKENSPEED_KERNEL_TABLES"
+
+
+def cached_path(target: str) -> Path:
+    """Where the table of a target ("cpu", "cuda:sm_90") that was measured here lies."""
+    folder = os.environ.get(CACHE_VARIABLE) or "~/.cache/tokenspeed/kernels"
+    return Path(folder).expanduser() / f"{target.removeprefix('cuda:')}.json"
+
+
+def table_for(target: str) -> TunedTable | None:
+    """The table that was measured here for a target, or that ships for it."""
+    for path in (cached_path(target), SHIPPED / f"{target.removeprefix('cuda:')}.json"):
+        if path.exists():
+            return _loaded(path, path.stat().st_mtime_ns)
+    return None
 
 
 def _covers(span: tuple[int, int], value: TraitValue) -> bool:
@@ -58,10 +78,34 @@ class TunedTable:
             raise ValueError(f"tuned table {path} cannot be read: {error!r}") from error
         return cls(device, tuple(_entry(path, index, item) for index, item in enumerate(raw)))
 
+    def dump(self) -> str:
+        """The file's text; entries in order of op, signature and facts."""
+        rows = [
+            {
+                "op": e.op, "signature": dict(sorted(e.signature.items())),
+                "traits": {name: list(span) for name, span in sorted(e.traits.items())}, "kernel": e.kernel,
+                "us": e.microseconds,
+            }
+            for e in self.entries
+        ]  # fmt: skip
+        lines = ",\n".join(sorted(json.dumps(r) for r in rows))
+        return f'{{"device": {json.dumps(self.device)}, "entries": [\n{lines}\n]}}\n'
+
+    def over(self, other: TunedTable) -> TunedTable:
+        """These entries, and those of `other` for what has none here."""
+        mine = {(e.op, *sorted(e.signature.items()), *sorted(e.traits.items())) for e in self.entries}
+        rest = [e for e in other.entries if (e.op, *sorted(e.signature.items()), *sorted(e.traits.items())) not in mine]
+        return TunedTable(self.device, (*self.entries, *rest))
+
     def advice(self, op: str, signature: Mapping[str, str], traits: Mapping[str, TraitValue]) -> list[str]:
         """Names of the kernels that entries advise for the request, fastest first."""
         fitting = [entry for entry in self.entries if entry.applies(op, signature, traits)]
         return [entry.kernel for entry in sorted(fitting, key=lambda entry: (entry.microseconds, entry.kernel))]
+
+
+@functools.cache
+def _loaded(path: Path, _changed: int) -> TunedTable:
+    return TunedTable.load(path)
 
 
 def _entry(path: Path, index: int, item: Any) -> Entry:

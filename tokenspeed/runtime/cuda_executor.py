@@ -153,7 +153,7 @@ class CudaExecutor(Executor):
 
     def _whole(self, variant: str, bucket: int) -> bool:
         """Whether every call of a program is a kernel of the device; a reference runs on the host and is not captured."""
-        return all(self.kernel(k).solution != "reference" for k in self.program(variant, bucket).kernels)
+        return all(spec.solution != "reference" for spec, _, _ in self.program(variant, bucket).calls)
 
     def _capture(self, variant: str, bucket: int, step: Callable[[], None]) -> Callable[[], object]:
         """Captures a step; one of the largest bucket runs over holes before, so that libraries have started."""

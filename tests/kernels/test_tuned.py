@@ -1,0 +1,98 @@
+"""Tables of measured choices: where selection finds them, what they are made of, and how the fastest kernel is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tokenspeed import kernels as K
+from tokenspeed.kernels import tuned
+from tokenspeed.kernels.tuned import Entry, TunedTable
+from tokenspeed.runtime import tuning
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.tuning import Timed
+
+SIGNATURE = {"x": "float32", "w": "float32", "out": "float32"}
+TORCH = Entry("linear", SIGNATURE, {"tokens": (1, 8), "k": (64, 64)}, "torch.linear", 3.5)
+FACTS = {"tokens": 4, "k": 64}
+
+
+def chosen(**more: str) -> str:
+    return K.select("linear", signature=SIGNATURE, traits=FACTS, **more).name  # type: ignore[arg-type]
+
+
+def test_a_table_measured_here_comes_before_one_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = chosen()
+    assert before not in ("torch.linear", "reference.linear")
+    monkeypatch.setenv("TOKENSPEED_KERNEL_TABLES", str(tmp_path / "mine"))
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    assert chosen() == before
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / "cpu.json").write_text(TunedTable("cpu", (TORCH,)).dump())
+    assert chosen() == "torch.linear"
+    assert chosen(objective="latency") != "torch.linear"  # what was measured holds for the default objective
+    tuned.cached_path("cpu").parent.mkdir()
+    tuned.cached_path("cpu").write_text(TunedTable("cpu", (replace(TORCH, kernel=before),)).dump())
+    assert chosen() == before
+    tuned.cached_path("cpu").write_text("{")
+    with pytest.raises(ValueError, match=r"tuned table .*cpu\.json"):
+        chosen()
+    assert tuned.cached_path("cuda:sm_90").name == "sm_90.json"
+
+
+def test_a_table_reads_as_it_was_written_and_keeps_what_was_not_measured_again(tmp_path: Path) -> None:
+    other = replace(TORCH, traits={"tokens": (9, 16), "k": (64, 64)})
+    path = tmp_path / "table.json"
+    path.write_text(TunedTable("a device", (TORCH, other)).dump())
+    held = TunedTable.load(path)
+    assert sorted(held.entries, key=lambda e: e.traits["tokens"]) == [TORCH, other] and held.device == "a device"
+    again = TunedTable("a device", (replace(TORCH, kernel="cpu.linear"),)).over(held)
+    assert {(e.kernel, e.traits["tokens"]) for e in again.entries} == {
+        ("cpu.linear", (1, 8)),
+        ("torch.linear", (9, 16)),
+    }
+
+
+def request(tokens: int, k: int = 64) -> str:
+    return f"linear|out=float32|w=float32|x=float32|k={k}|n=32|tokens={tokens}"
+
+
+def test_the_fastest_of_the_kernels_of_one_exactness_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are played: each candidate has its turn, and what it takes is known."""
+    takes = {("first", 1): 5.0, ("second", 1): 4.0, ("first", 8): 6.0, ("second", 8): 7.0, ("third", 8): 5.5}
+    able = {1: ["first", "second"], 8: ["first", "second", "third"]}
+
+    def played(
+        config: EngineConfig, context: int, table: Path | None, say: Callable[[str], None]
+    ) -> tuple[list[Timed], str]:
+        assert config.model == "some" and context == 77
+        out = []
+        for tokens in (1, 8):
+            kernel = able[tokens][0]
+            if table is not None:
+                advice = TunedTable.load(table).advice("linear", SIGNATURE, {"tokens": tokens, "k": 64, "n": 32})
+                kernel = advice[0] if advice else kernel
+            out.append(Timed(tokens, request(tokens), kernel, 3, takes[kernel, tokens]))
+        out.append(Timed(8, request(8, k=128), "only", 1, 1.0))
+        return out, "cpu"
+
+    monkeypatch.setattr(tuning, "_round", played)
+    monkeypatch.setattr(tuning, "_candidates", lambda t, _device: ["only"] if "k=128" in t.request else able[t.bucket])
+    table = tuning.tune(EngineConfig("some"), 77)
+    found = {e.traits["tokens"]: (e.kernel, e.microseconds) for e in table.entries}
+    assert found == {(1, 1): ("second", 4.0), (2, 8): ("third", 5.5)}
+    assert all(e.traits["k"] == (64, 64) and e.signature == SIGNATURE for e in table.entries)
+
+
+def test_kernels_that_round_activations_do_not_stand_for_exact_ones() -> None:
+    quantised = "linear|out=float32|w=q4_1|x=float32|k=64|n=32|tokens=1"
+    names = tuning._candidates(Timed(1, quantised, "cpu.linear", 1, 1.0), "cpu")
+    assert names[0] == "cpu.linear" and not any("int8" in n or n.startswith("reference") for n in names)
+    gpu = "linear|out=bfloat16|w=bfloat16|x=bfloat16|k=64|n=32|tokens=16"
+    assert set(tuning._candidates(Timed(1, gpu, "triton.linear", 1, 1.0), "cuda:90")) == {
+        "triton.linear",
+        "cublas.linear",
+    }
