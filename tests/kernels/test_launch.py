@@ -20,9 +20,16 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
         self.ran: list[tuple[int, ...]] = []
+        self.loaded = 0
 
-    def warmup(self, *args: Any, grid: tuple[int, ...], **meta: Any) -> None:
+    def warmup(self, *args: Any, grid: tuple[int, ...], **meta: Any) -> Kernel:
         self.compiled.append((*args, grid, meta))
+        return self
+
+    @property
+    def run(self) -> Any:
+        self.loaded += 1
+        return self.__getitem__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args, **meta: self.ran.append(grid)
@@ -44,7 +51,7 @@ def test_what_is_compiled_ahead_is_compiled_once_a_kind() -> None:
         grown = launching.scratch(x.device, "of a test", 5000, torch.float32)
         assert not one.compiled and not other.compiled
     assert not launching.is_ahead()
-    assert (len(one.compiled), len(other.compiled)) == (6, 1)
+    assert (len(one.compiled), len(other.compiled)) == (one.loaded, other.loaded) == (6, 1)
     assert not one.ran and not other.ran
     assert launching.scratch(x.device, "of a test", 4000, torch.float32).data_ptr() == grown.data_ptr()
     launching.launch(one, (3,), x, 16, num_warps=4)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,8 +73,8 @@ _ahead: dict[tuple[Any, ...], Launch] | None = None
 
 @contextmanager
 def compiling_ahead() -> Generator[None]:
-    """Under it nothing runs and scratch grows; at its end the kernels that were to run are compiled, as many at once as there
-    are processors."""
+    """Under it nothing runs and scratch grows; at its end the kernels that were to run are compiled and loaded, as many at
+    once as there are processors."""
     from triton import AsyncCompileMode
 
     global _ahead  # as `_record`: for the start of an executor
@@ -84,9 +84,23 @@ def compiling_ahead() -> Generator[None]:
         wanted = list(_ahead.values())
     finally:
         _ahead = None
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
-        for one in wanted:
-            one.kernel.warmup(*one.args, grid=one.grid, **one.meta)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=_as_device(wanted)) as pool:
+        with AsyncCompileMode(pool):
+            compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.meta) for one in wanted]
+        for _ in pool.map(_load, compiled):
+            pass
+
+
+def _as_device(launches: list[Launch]) -> Callable[[], None]:
+    """What a thread does first, so that what it loads goes to the device of the launches."""
+    devices = {a.device for one in launches for a in one.args if isinstance(a, Tensor) and a.device.type == "cuda"}
+    return lambda: [torch.cuda.set_device(d) for d in devices] and None
+
+
+def _load(kernel: Any) -> None:
+    """Makes the launcher of a kernel (a small C module, compiled once a signature) and loads its code."""
+    finished = kernel.result() if hasattr(kernel, "result") else kernel
+    assert finished.run is not None
 
 
 def _kind(arg: Any) -> Any:

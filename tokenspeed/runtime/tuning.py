@@ -31,6 +31,7 @@ from tokenspeed.runtime.executor import Executor, Step
 from tokenspeed.runtime.options import OptionError
 
 ROUNDS = 5  # medians of so many
+GAIN = 0.97  # a kernel takes the place of the first choice if it takes at most this share of its time
 LEAST = 2e-3  # seconds that a timed run takes about
 
 
@@ -166,15 +167,15 @@ def tune(config: EngineConfig, context: int, say: Callable[[str], None] = lambda
             path.write_text(TunedTable(device, tuple(advised)).dump())
             found, _ = _round(config, context, path, say)
         known |= {(t.request, t.kernel): t for t in found}
-    best: dict[str, Timed] = {}
-    for (request, _), timed in sorted(known.items()):
-        if len(candidates.get(request, ())) > 1 and (
-            request not in best or timed.microseconds < best[request].microseconds
-        ):
-            best[request] = timed
-    return TunedTable(
-        device_name(device), tuple(_ranges([_entry(r, t.kernel, t.microseconds) for r, t in best.items()]))
-    )
+    best: list[Entry] = []
+    for request, names in candidates.items():
+        timed = [known[request, name] for name in names if (request, name) in known]
+        fastest = min(timed, key=lambda t: t.microseconds)
+        if fastest.microseconds > GAIN * timed[0].microseconds:
+            fastest = timed[0]
+        if len(names) > 1:
+            best.append(_entry(request, fastest.kernel, fastest.microseconds))
+    return TunedTable(device_name(device), tuple(_ranges(best)))
 
 
 def _ranges(entries: Sequence[Entry]) -> list[Entry]:

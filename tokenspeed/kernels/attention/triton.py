@@ -182,16 +182,19 @@ def tiling_of(tokens: int, alone: bool, n: int, kv: int, d: int, exact: bool, sl
     if alone:
         keys = 16 if exact else (64 if wide <= 128 else 32)
         items = tokens * kv
-        full = 4 * items >= 3 * slots
-        least = 2048 if full else keys  # a full device gains nothing from short parts
-        # One and a half blocks a multiprocessor, or two: with more the merge costs more than it gains, and one without
-        # work costs its start.
-        parts = min(limit, 64, max(1, (4 if full else 3) * slots // (2 * items)))
-        if exact or not full:
-            return Tiling(max(16, pack), keys, parts, least, 4, 1 if exact else 3)
+        rows, wanting = max(16, pack), 4 * items < 3 * slots  # wanting: too few items for the device
+        # One and a half blocks a multiprocessor, or two: with more the merge costs more than it gains, and one without work
+        # costs its start. Short contexts are cut into fewer parts, the more so the more query heads a merge holds at once.
+        if exact or wanting:
+            short = keys if exact else (3 if pack >= 4 else 2) * keys
+            parts = min(limit, 64, max(1, 3 * slots // (2 * items)))
+            return Tiling(rows, keys, parts, short if wanting else 2048, 4, 1 if exact else 3)
+        if items < slots:
+            return Tiling(rows, min(keys, 32), min(limit, 4), 256, 2, 4)
+        parts = min(limit, 64, max(1, 2 * slots // items))
         if items < 2 * slots:
-            return Tiling(max(16, pack), keys, parts, least, 4, 4)
-        return Tiling(max(16, pack), min(keys, 32), parts, least, 2, 4)
+            return Tiling(rows, keys, parts, 2048, 4, 4)
+        return Tiling(rows, min(keys, 32), parts, 2048, 2, 4)
     tile = max(pack, 16 if exact else (128 if wide <= 128 else 64))
     tiles = -(-tokens * pack // tile)
     parts = min(limit, even_splits(tiles * kv, slots, 8))
