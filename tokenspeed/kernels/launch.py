@@ -94,7 +94,12 @@ def compiling_ahead() -> Generator[None]:
 def _as_device(launches: list[Launch]) -> Callable[[], None]:
     """What a thread does first, so that what it loads goes to the device of the launches."""
     devices = {a.device for one in launches for a in one.args if isinstance(a, Tensor) and a.device.type == "cuda"}
-    return lambda: [torch.cuda.set_device(d) for d in devices] and None
+
+    def first() -> None:
+        for device in devices:
+            torch.cuda.set_device(device)
+
+    return first
 
 
 def _load(kernel: Any) -> None:
