@@ -28,7 +28,7 @@ def _calls(over: dict[str, Any], bucket: int, mesh: str = "", family: str = "", 
     )  # fmt: skip
     kernels = done.files["kernels.json"]  # JSON, request keys in it
     p: Program = parse_program(done.result.texts["gumbel", bucket])
-    return [c.node.op for c in flatten(p, lambda r: f'"{key_of(*r)}"' in kernels)]
+    return [c.node.op for c in flatten(p, lambda c: f'"{key_of(*c.request)}"' in kernels)]
 
 
 @pytest.mark.parametrize("bucket", [4, 16])

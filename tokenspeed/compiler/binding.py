@@ -76,6 +76,12 @@ def request_of(node: Node, ins: Sequence[Type], outs: Sequence[Type], kinds: Seq
     return kernel_op(node, ins, caches, p.plan.home), signature, facts
 
 
+def in_bucket(c: Call, p: Program) -> Request:
+    """The request of a call for another bucket of its body: of the facts, the rows alone depend on it."""
+    op, signature, facts = c.request
+    return op, signature, facts | {"tokens": rows_of(c.ins[0], p)}
+
+
 def _local(d: object, p: Program) -> int:
     return p.sizes[d.name] // p.plan.mesh.size(d.axes)  # type: ignore[attr-defined]
 

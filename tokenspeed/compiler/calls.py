@@ -18,7 +18,7 @@ from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.types import Type
 from tokenspeed.kernels.ops import OPS as KERNEL_OPS
 
-Bound = Callable[[Request], bool]  # whether a kernel that is more than the reference runs a fused request
+Bound = Callable[[Call], bool]  # whether a kernel that is more than the reference runs a fused call
 QUIET: Request = ("", {}, {})  # of a call that runs no kernel
 
 
@@ -41,8 +41,8 @@ def flatten(p: Program, bound: Bound) -> list[Call]:
             return Call(n, ins, outs, list(n.inputs), list(n.outputs), kinds, request)
 
         def runs(n: Node) -> bool:  # a chain on a part of a cache is no op that kernels have
-            request = call(n).request
-            return request[0] in KERNEL_OPS and bound(request)
+            made = call(n)
+            return made.request[0] in KERNEL_OPS and bound(made)
 
         out: list[Call] = []
         for n in fuse(nodes, kept, runs):

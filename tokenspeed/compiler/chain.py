@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tokenspeed.compiler.binding import Call, Request, rows_of, width_of
+from tokenspeed.compiler.binding import Call, rows_of, width_of
 from tokenspeed.ir.graph import Node, Program
 
 MEMBERS = ("linear", "add_rms_norm", "linear_silu_mul", "linear", "add_rms_norm", "linear")
 
 
-def chained(calls: list[Call], p: Program, bound: Callable[[Request], bool]) -> list[Call]:
+def chained(calls: list[Call], p: Program, bound: Callable[[Call], bool]) -> list[Call]:
     """`calls` with every run of MEMBERS replaced whose inner values have one reader each."""
     ops = [c.node.op for c in calls]
     if MEMBERS[2] not in ops:
@@ -27,7 +27,7 @@ def chained(calls: list[Call], p: Program, bound: Callable[[Request], bool]) -> 
     i = 0
     while i < len(calls):
         one = _fused(calls[i : i + 6], takers, p) if tuple(ops[i : i + 6]) == MEMBERS else None
-        if one is not None and bound(one.request):
+        if one is not None and bound(one):
             out.append(one)
             i += 6
         else:

@@ -31,26 +31,27 @@ class _Live:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
-        self.at: dict[int, list[int]] = defaultdict(list)
+        self.at: list[list[int]] = [[] for _ in range(max((b.death for b in buffers), default=-1) + 1)]
 
     def add(self, i: int) -> None:
-        for node in range(self.buffers[i].birth, self.buffers[i].death + 1):
-            self.at[node].append(i)
+        for there in self.at[self.buffers[i].birth : self.buffers[i].death + 1]:
+            there.append(i)
 
     def meeting(self, b: Buffer) -> set[int]:
-        return {j for node in range(b.birth, b.death + 1) for j in self.at.get(node, ())}
+        return set().union(*self.at[b.birth : b.death + 1])
 
 
 def plan_memory(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
     """Offsets in bytes, and the peak."""
     order = sorted(range(len(buffers)), key=lambda i: (-buffers[i].nbytes, buffers[i].birth, i))
     offsets = [0] * len(buffers)
+    held = [b.held for b in buffers]
     live = _Live(buffers)
     peak = 0
     for i in order:
-        size = buffers[i].held
+        size = held[i]
         at = 0
-        for start, end in sorted((offsets[j], offsets[j] + buffers[j].held) for j in live.meeting(buffers[i])):
+        for start, end in sorted([(offsets[j], offsets[j] + held[j]) for j in live.meeting(buffers[i])]):
             if at + size <= start:
                 break
             at = max(at, end)

@@ -98,7 +98,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def lay_out(p: Program, bound: Callable[[str], bool], rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:
     """Views and storages of every value. `bound`: whether a kernel was bound to a request key; `sizes`: extents that the
     runtime fixes, global."""
-    return place(p, flatten(p, lambda request: bound(key_of(*request))), rank, sizes)
+    return place(p, flatten(p, lambda call: bound(key_of(*call.request))), rank, sizes)
 
 
 def place(p: Program, calls: list[Call], rank: int = 0, sizes: Mapping[str, int] = FIXED) -> Layout:

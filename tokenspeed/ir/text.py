@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -205,34 +205,42 @@ def _parse_body(
 ) -> None:
     order: Callable[[Axes], Axes] = plan.mesh.ordered
     for raw in lines:
-        line, _, note = raw.strip().partition("   ; ")
-        body, _, printed = line.partition(" : ")
-        outs_text, eq, rhs = body.partition(" = ") if body.startswith("%") else ("", "", body)
-        outs = tuple(o.strip()[1:] for o in outs_text.split(",")) if eq else ()
-        op, _, rest = rhs.partition(" ")
-        attrs: dict[str, Any] = {}
-        if op == "call":
-            opened = rest.index("(")
-            closed = _close(rest, opened)
-            attrs = {"leaf": rest[1:opened], "path": rest[closed + 1 :].strip().removeprefix("in ")}
-            args_text = rest[opened + 1 : closed]
-        else:
-            args_text, brace, attr_text = rest.partition(" {")
-            if brace:
-                attrs = dict(_parse_attrs(attr_text.rstrip("}")))
-                if "axes" in attrs:
-                    attrs["axes"] = plan.unfold(attrs["axes"])
-        inputs = tuple(a if a.startswith("@") else a[1:] for a in _split(args_text))
+        op, inputs, outs, said, printed, note = _parse_line(raw)
+        attrs = dict(said)
+        if "axes" in attrs:
+            attrs["axes"] = plan.unfold(attrs["axes"])
         node = Node(op, inputs, outs, attrs, note=note)
         inferred = infer_node(node, types, params, p, order)
         if printed:
-            declared = [parse_type(t, plan) for t in _split_types(printed)]
+            declared = [parse_type(t, plan) for t in printed]
             if declared != inferred:
                 raise VerifyError(
                     "V1", f"{raw.strip()!r}: printed {list(map(str, declared))}, inferred {list(map(str, inferred))}"
                 )
         types.update(zip(outs, inferred))
         nodes.append(node)
+
+
+@lru_cache(maxsize=1 << 13)
+def _parse_line(raw: str) -> tuple[str, tuple[str, ...], tuple[str, ...], Mapping[str, Any], Sequence[str], str]:
+    """Op, inputs, outputs, attributes as printed, printed types and note of a line; programs of one model share many."""
+    line, _, note = raw.strip().partition("   ; ")
+    body, _, printed = line.partition(" : ")
+    outs_text, eq, rhs = body.partition(" = ") if body.startswith("%") else ("", "", body)
+    outs = tuple([o.strip()[1:] for o in outs_text.split(",")]) if eq else ()
+    op, _, rest = rhs.partition(" ")
+    attrs: Mapping[str, Any] = {}
+    if op == "call":
+        opened = rest.index("(")
+        closed = _close(rest, opened)
+        attrs = {"leaf": rest[1:opened], "path": rest[closed + 1 :].strip().removeprefix("in ")}
+        args_text = rest[opened + 1 : closed]
+    else:
+        args_text, brace, attr_text = rest.partition(" {")
+        if brace:
+            attrs = _parse_attrs(attr_text.rstrip("}"))
+    inputs = tuple([a if a.startswith("@") else a[1:] for a in _split(args_text)])
+    return op, inputs, outs, attrs, _split_types(printed) if printed else (), note
 
 
 @lru_cache(maxsize=1024)

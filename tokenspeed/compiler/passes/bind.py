@@ -6,15 +6,26 @@ step the program is replayed for; a chain is fused only where a kernel that is m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed.compiler.binding import Request, key_of
-from tokenspeed.compiler.calls import QUIET, Call, flatten
+from tokenspeed.compiler.binding import Call, Request, in_bucket, key_of
+from tokenspeed.compiler.calls import QUIET, flatten
 from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.ops.fused import FUSED
 from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.select import SelectionError, select
+
+
+@dataclass
+class _Bound:
+    """What binding found of one body: its calls, one of each request, and what was asked of fused ones."""
+
+    program: Program
+    calls: list[Call]
+    distinct: list[Call]
+    asked: list[tuple[Call, bool]]
 
 
 class Binder:
@@ -23,18 +34,27 @@ class Binder:
     def __init__(self, device: str = "cpu", objective: Any = "default") -> None:
         self.device, self.objective = device, objective
         self.kernels: dict[str, str] = {}
+        self.bodies: dict[int, _Bound] = {}
 
     def bind(self, p: Program) -> list[Call]:
-        """Binds every call of `p`."""
-        calls = flatten(p, self._fused)
-        seen: set[int] = set()
-        for c in calls:
-            if c.request is not QUIET and id(c.request) not in seen:  # equal layers share their requests
-                seen.add(id(c.request))
-                key = key_of(*c.request)
-                if key not in self.kernels:
-                    self.kernels[key] = self._select(*c.request).name
-        return calls
+        """Binds every call of `p`; the calls of a body that several buckets share may tell the facts of another of them."""
+        known = self.bodies.get(id(p.nodes))
+        if known is None or not all(self._fused(in_bucket(c, p)) == fused for c, fused in known.asked):
+            asked: list[tuple[Call, bool]] = []
+
+            def ask(c: Call) -> bool:
+                asked.append((c, self._fused(c.request)))
+                return asked[-1][1]
+
+            calls = flatten(p, ask)
+            distinct = {id(c.request): c for c in calls if c.request is not QUIET}  # equal layers share their requests
+            known = self.bodies[id(p.nodes)] = _Bound(p, calls, list(distinct.values()), asked)
+        for c in known.distinct:
+            request = in_bucket(c, p)
+            key = key_of(*request)
+            if key not in self.kernels:
+                self.kernels[key] = self._select(*request).name
+        return known.calls
 
     def _fused(self, request: Request) -> bool:
         key = key_of(*request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenspeed.compiler.passes.solve import RESULT, Solution
+from tokenspeed.compiler.passes.solve import RESULT, RunnerUp, Solution
 from tokenspeed.compiler.passes.tactics import Edge, Tactics
 from tokenspeed.compiler.passes.trace import Flat
 
@@ -14,6 +14,7 @@ class Decisions:
 
     def __init__(self, flat: Flat, solution: Solution, tactics: Tactics) -> None:
         self.solution, self.tactics = solution, tactics
+        self.said: dict[int, dict[str, Any]] = {}
         self.index = {n.name: i for i, n in enumerate(flat.nodes)} | {"result": RESULT}
 
     def __call__(self, value: str, consumer: str) -> dict[str, Any]:
@@ -25,6 +26,11 @@ class Decisions:
         other = self.solution.runner_up(value, self.index[consumer])
         if other is None:
             return {"runner_up": "none: no other placement is legal", "gap_us": None}
+        if id(other) not in self.said:  # equal layers have one
+            self.said[id(other)] = self._say(other)
+        return self.said[id(other)]
+
+    def _say(self, other: RunnerUp) -> dict[str, Any]:
         plan = self.solution.repairs.plan
         steps = " + ".join(f"{s.op} over {','.join(plan.fold(s.axes))}" for s in other.path.steps) or "no repair"
         types = f"{other.source.text(plan)} => {other.target.text(plan)}"

@@ -37,31 +37,41 @@ def saving(repairs: Repairs, total: Type) -> float:
     return price(3 * n, 0.0, 1) + price(2 * n, 0.0, 1) - price(4 * n, 0.0, 1)
 
 
+def joins(flat: Flat) -> list[tuple[int, int, int]]:
+    """(add, which operand of it is a branch that may be taken in, norm of the sum), as node numbers."""
+    out: list[tuple[int, int, int]] = []
+    for i, n in enumerate(flat.nodes):
+        branch = _branch(n.op, n.inputs, lambda v: flat.uses[v][0][0] >= 0 and len(flat.uses[v][1]) == 1)
+        if branch is None or n.outputs[0] not in flat.uses:
+            continue
+        norms = [c for c, k in flat.uses[n.outputs[0]][1] if c >= 0 and k == 0 and flat.nodes[c].op == "rms_norm"]
+        out += [(i, branch, j) for j in norms[:1]]
+    return out
+
+
 def fused_factors(
-    flat: Flat, rows: list[list[Row]], values: dict[str, Value], repairs: Repairs, ops: Collection[str]
-) -> list[Factor]:
-    """What a fused kernel saves, over (who makes the branch, the add, the norm)."""
+    flat: Flat, found: list[tuple[int, int, int]], rows: list[list[Row]], values: dict[str, Value], repairs: Repairs,
+    ops: Collection[str],
+) -> list[Factor]:  # fmt: skip
+    """What a fused kernel saves, over (who makes the branch, the add, the norm) of each join."""
     out: list[Factor] = []
     memo: dict[Any, np.ndarray] = {}
-    for i, n in enumerate(flat.nodes) if ops else ():
-        branch = _branch(n.op, n.inputs, lambda v: values[v].maker >= 0 and len(values[v].consumers) == 1)
-        total = values.get(n.outputs[0]) if branch is not None else None
-        if branch is None or total is None:
-            continue
-        j = next((c for c, k in total.consumers if c >= 0 and k == 0 and flat.nodes[c].op == "rms_norm"), None)
-        if j is None:
-            continue
-        b = values[n.inputs[branch]]
+    for i, branch, j in found if ops else ():
+        b = values[flat.nodes[i].inputs[branch]]
         scope = [b.maker, i, j]
         key = (b.key[0], id(rows[i]), branch, id(rows[j]))
         if key not in memo:
             table = np.zeros([len(b.sources), len(rows[i]), len(rows[j])])
-            for x, y, z in np.ndindex(*table.shape):
+            for x, y in np.ndindex(*table.shape[:2]):
                 add = rows[i][y]
                 path = repairs.path(b.sources[x], add.ins[branch])
-                fits = len(path.steps) == 1 and _fits(path.steps[0].op, path.steps[0].kind, ops)
-                if fits and rows[j][z].ins[0] == add.outs[0] and len(add.outs[0].dims) == 2:
-                    table[x, y, z] = -saving(repairs, add.outs[0])
+                if (
+                    len(path.steps) == 1
+                    and len(add.outs[0].dims) == 2
+                    and _fits(path.steps[0].op, path.steps[0].kind, ops)
+                ):
+                    saved = saving(repairs, add.outs[0])
+                    table[x, y] = [-saved if norm.ins[0] == add.outs[0] else 0.0 for norm in rows[j]]
             memo[key] = table
         keep = [x for x, v in enumerate(scope) if len(rows[v]) > 1]
         if (key, *keep) not in memo:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tokenspeed.compiler.costs import CostModel
@@ -16,7 +17,7 @@ from tokenspeed.compiler.passes.bind import Binder
 from tokenspeed.compiler.passes.decisions import Decisions
 from tokenspeed.compiler.passes.eliminate import Factor
 from tokenspeed.compiler.passes.footprint import Arenas, Holding, NothingHolds, weight_bytes
-from tokenspeed.compiler.passes.fusions import fuse, fused_factors
+from tokenspeed.compiler.passes.fusions import fuse, fused_factors, joins
 from tokenspeed.compiler.passes.insert import LeafCache, build_program
 from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
@@ -88,6 +89,10 @@ class Prepared:
     costs: CostModel
     graphs: Graphs = field(default_factory=dict)
 
+    @cached_property
+    def joins(self) -> list[tuple[int, int, int]]:
+        return joins(self.flat)
+
     def bucket(self, bucket: dict[str, int]) -> Problem:
         """Pass 4: the rows of every node for one bucket ({"t", "s"}: rows a home group). Of a further row dim there are as many
         rows as the requests have, but no more than tokens."""
@@ -100,7 +105,7 @@ class Prepared:
         rows = choices.rows(factors, count)
         results = [choices.b.spec(spec, choices.base[v].dtype) for v, spec in flat.results]
         values = values_of(flat, choices, rows, results)
-        return Problem(flat, choices, repairs, rows, results, values, bucket, factors, count)
+        return Problem(flat, choices, repairs, rows, results, values, self.joins, bucket, factors, count)
 
 
 @dataclass
@@ -113,6 +118,7 @@ class Problem:
     rows: list[list[Row]]  # one list a flat node
     results: list[Type]
     values: dict[str, Value]
+    joins: list[tuple[int, int, int]]  # where a fused collective may stand
     bucket: dict[str, int]
     factors: dict[str, Axes]  # row factors
     count: dict[str, int]  # global rows
@@ -121,7 +127,7 @@ class Problem:
         self, tactics: Tactics | None = None, extra: Sequence[Factor] = (), fused: frozenset[str] = frozenset()
     ) -> Solution:
         """Pass 5."""
-        factors = [*extra, *fused_factors(self.flat, self.rows, self.values, self.repairs, fused)]
+        factors = [*extra, *fused_factors(self.flat, self.joins, self.rows, self.values, self.repairs, fused)]
         return solve(self.flat, self.choices, self.repairs, self.rows, self.results, self.values, tactics, factors)
 
 

@@ -60,8 +60,9 @@ class Choices:
         self.base = self._shapes()
         self.leaf_cost: dict[tuple[int, Any], tuple[float, float, int, float, dict[str, Axes], list[Load]]] = {}
         self.row_memo: dict[Any, dict[int, list[Row]]] = {}  # by bucket and kind of node
-        known: dict[Any, int] = {}
-        self.kinds = [self._kind(n, known) for n in flat.nodes]
+        self.known: dict[Any, int] = {}  # number of a kind of node
+        self.kinds = [self._kind(n) for n in flat.nodes]
+        self.legal: dict[Any, list[tuple[tuple[Type, ...], tuple[Type, ...]]]] = {}  # by kind and row factors
 
     def _params(self) -> dict[str, Param]:
         out: dict[str, Param] = {}
@@ -119,7 +120,7 @@ class Choices:
             memo[kind] = rows
         return [memo[kind] for kind in self.kinds]
 
-    def _kind(self, n: FlatNode, known: dict[Any, int]) -> int:
+    def _kind(self, n: FlatNode) -> int:
         """Number of what decides a node's rows: alike for the same node of every layer."""
         if n.leaf is not None:
             key: Any = id(n.leaf)
@@ -129,7 +130,7 @@ class Choices:
             indexed = tuple(self.ports[i].index if i in self.ports else None for i in values)
             weights = tuple(param_type(self.params, i) for i in n.inputs if i.startswith("@"))
             key = (n.op, ins, indexed, weights, tuple(sorted(n.attrs.items())), n.spec)
-        return known.setdefault(key, len(known))
+        return self.known.setdefault(key, len(self.known))
 
     def _leaf_rows(
         self, n: FlatNode, leaf: LeafDef, factors: Mapping[str, Axes], count: Mapping[str, int]
@@ -189,6 +190,29 @@ class Choices:
     def _glue_rows(
         self, n: FlatNode, ins: list[Type], weights: list[Type], factors: Mapping[str, Axes], count: Mapping[str, int]
     ) -> list[Row]:
+        out: list[Row] = []
+        for full, outs in self._legal(n, ins, weights, factors):
+            try:
+                OPS[n.op].check_extents([*full, *weights], n.attrs, self.layout.plan, self.layout.sizes | dict(count))
+            except RuleError:
+                continue
+            local = 0.0
+            for t in (*full, *outs):
+                elements = 1
+                for d in t.dims:
+                    elements *= count.get(d.name) or self.layout.sizes.get(d.name, 16)
+                    elements //= self.mesh.size(d.axes)
+                local += elements * DTYPE_BYTES[t.dtype]
+            out.append(Row(full, outs, 0.0 if OPS[n.op].alias else self.costs.compute(local, 0.0, 1)))
+        return out
+
+    def _legal(
+        self, n: FlatNode, ins: list[Type], weights: list[Type], factors: Mapping[str, Axes]
+    ) -> list[tuple[tuple[Type, ...], tuple[Type, ...]]]:
+        """Types of the operands and results of every legal combination of states; the same for all buckets of one factors."""
+        key = (self._kind(n), tuple(sorted(factors.items())))
+        if key in self.legal:
+            return self.legal[key]
         ports = [self.ports.get(i) for i in n.inputs if not i.startswith("@")]
         per_axis: list[list[tuple[tuple[str, ...], tuple[str, ...]]]] = []
         for a in self.mesh.names:
@@ -202,28 +226,17 @@ class Choices:
                     continue
                 legal.append((states, tuple(o.state(a) for o in outs)))
             per_axis.append(legal)
-        rows: list[Row] = []
+        found: list[tuple[tuple[Type, ...], tuple[Type, ...]]] = []
         for combo in itertools.product(*per_axis):
             full = [self._with_index(t, p) for t, p in zip(ins, ports)]
             for a, (states, _) in zip(self.mesh.names, combo):
                 full = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(full, states)]
-            try:
-                OPS[n.op].check_extents([*full, *weights], n.attrs, self.layout.plan, self.layout.sizes | dict(count))
-            except RuleError:
-                continue
             outs = [self.base[o] for o in n.outputs]
             for a, (_, states) in zip(self.mesh.names, combo):
                 outs = [t.with_state(a, s, self.mesh.ordered) for t, s in zip(outs, states)]
-            local = 0.0
-            for t in (*full, *outs):
-                elements = 1
-                for d in t.dims:
-                    elements *= count.get(d.name) or self.layout.sizes.get(d.name, 16)
-                    elements //= self.mesh.size(d.axes)
-                local += elements * DTYPE_BYTES[t.dtype]
-            cost = 0.0 if OPS[n.op].alias else self.costs.compute(local, 0.0, 1)
-            rows.append(Row(tuple(full), tuple(outs), cost))
-        return rows
+            found.append((tuple(full), tuple(outs)))
+        self.legal[key] = found
+        return found
 
     def _states(self, t: Type, axis: str, factors: Mapping[str, Axes]) -> list[str]:
         states = ["R", *(d for d in t.names if d in ROW_DIMS and axis in factors[d])]
