@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compiler.sim import compile_tiny, tiny
+from tests.compiler.test_compile_time import config
 from tokenspeed.cli import main
 from tokenspeed.compiler.costs import SHARES, load_costs, parse_costs
 from tokenspeed.compiler.passes.repair import TIE
@@ -42,6 +43,20 @@ def test_prices_add_up_alike_in_any_order(table: str) -> None:
     prices += [costs.compute(rng.uniform(1, 1e9), rng.uniform(1, 1e12), 3) + TIE for _ in range(40)]
     shuffled = rng.sample(prices, len(prices))
     assert sum(prices) == sum(reversed(prices)) == sum(shuffled)
+
+
+def test_projections_that_ranks_of_cp_repeat_are_a_small_part_of_a_long_prefill() -> None:
+    """Llama-3.1-8B on TP4 x CP2, 8,192 rows behind 131,072 positions: what spreading them over cp would save of a layer."""
+    c, costs, rows, tp, cp = config("llama-3.1-8b"), load_costs("h200"), 8192, 4, 2
+    h, n, kv = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    d, f = h // n, c["intermediate_size"]
+    projections = costs.compute(0, rows * h * (2 * n + 2 * kv) * d / tp, 0)
+    gather = costs.collective("all_gather", cp, 2 * rows * (n + 2 * kv) * d / tp)
+    saved = projections * (1 - 1 / cp) - gather
+    attention = costs.compute(0, rows * (131072 / cp) * (n / tp) * 2 * d, 0)
+    layer = attention + projections + costs.compute(0, rows * 3 * h * f / (tp * cp), 0)
+    assert (round(projections / 2), round(gather)) == (110, 46)
+    assert 0 < saved < 0.02 * layer
 
 
 @pytest.mark.parametrize("words", [["--ranks", "1"], ["--ranks", "two"], ["--runs", "0"]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.compiler.layouts import EXPERTS, NAMED, Trial, compiled, config, layo
 from tests.compiler.sim import EXCHANGING
 from tests.compiler.test_compile_time import config as real_config
 from tokenspeed.compiler.costs import load_costs
+from tokenspeed.compiler.emit import _Emitter
 from tokenspeed.compiler.exchange import CALLS, load_of
 from tokenspeed.compiler.mutants import mutants
 from tokenspeed.compiler.mutate import Report, judge, of_model
@@ -20,6 +23,7 @@ from tokenspeed.compiler.passes.pipeline import Request, Result, build, prepare,
 from tokenspeed.ir.agreement import agreement, chain, verify_ranks
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.graph import Program
+from tokenspeed.ir.meaning import Meaning
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.text import parse_program, print_program
 from tokenspeed.ir.types import Dim, Type
@@ -154,3 +158,20 @@ def test_large_buckets_of_deepseek_v3_exchange_rows_and_small_ones_do_not() -> N
     assert [sum(r["op"] == "exchange" for r in e["redistributions"]) for e in (small, large)] == [0, 58]
     assert large["bytes_per_token"] < 0.75 * without.explain["gumbel.t2048"]["bytes_per_token"]
     assert with_.costs_us["gumbel.t2048"] < without.costs_us["gumbel.t2048"]
+
+
+@pytest.mark.parametrize("axes", [("dp", "a", "b"), ("dp", "b"), ("dp",)])
+def test_holes_are_told_by_the_rows_that_a_rank_holds(axes: tuple[str, ...]) -> None:
+    """Of every row that an exchange sends, the request that the port of its home group has; nothing where rows of other home
+    groups are among them."""
+    r = compiled("Qwen3MoeForCausalLM", "dp=2,a=2,b=2", "tp=a*b,ep=dp*a*b,etp=1,mlp=a,vp=1", [(8, 2)], EXCHANGING)
+    p = r.programs["gumbel", 8]
+    of_row = torch.arange(16, dtype=torch.int32)  # global row numbers, as requests
+    m = Meaning(p.plan, p.sizes, {"t": p.row_axes("t")})
+    for rank in range(8):
+        emitter: Any = object.__new__(_Emitter)
+        block = of_row[8 * (rank // 4) : 8 * (rank // 4) + 8]
+        emitter.p, emitter.rt = p, SimpleNamespace(rank=rank, ports={"row": block})
+        told = emitter._holes(Type("f32", (Dim("t", axes), Dim("h"))))
+        assert torch.equal(told["request"][told["mine"]], m.distribute(of_row, Type("i32", (Dim("t", axes),)))[rank])
+        assert emitter._holes(Type("f32", (Dim("t", ("a",)), Dim("h")))) == {}

@@ -208,3 +208,30 @@ def test_tactics_that_cannot_be_are_errors(items: list[str], code: str, words: l
     with pytest.raises(PlanError) as e:
         explained(*items)
     assert e.value.code == code and all(w in e.value.message for w in words), e.value.message
+
+
+# ---- where gathers stand ---------------------------------------------------------------------------------------------
+
+
+def test_a_norm_runs_on_the_rows_as_they_lie_and_one_gather_serves_all_its_readers() -> None:
+    """A gather sunk below the norm, and hoisted above two consumers: what the solver chooses where rows are many."""
+    config = tiny(
+        "Qwen3MoeForCausalLM", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
+    )
+    costs = replace(load_costs("h200"), memory_gbs=0.05)
+    p = compile_tiny(config, "tp=4", "", [(64, 4)], costs, ("gumbel",)).programs["gumbel", 64]
+    gathers = {n.inputs[0]: n for n in p.nodes if n.op == "all_gather" and n.attrs["dim"] == "t"}
+    makers = {o: n for n in p.nodes for o in n.outputs}
+    norms = [v for v in gathers if makers[v].op == "rms_norm"]
+    assert len(norms) >= 3 and len(gathers) == sum(n.op == "all_gather" and n.attrs["dim"] == "t" for n in p.nodes)
+    assert all(p.types[v].dim("t").axes for v in norms)
+
+    config = tiny("DeepseekV3ForCausalLM") | {
+        "kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0, "moe_intermediate_size": 8, "norm_topk_prob": True, "attention_bias": False,
+    }  # fmt: skip
+    p = compile_tiny(config, "tp=4", "ep=1,etp=tp,se=tp", [(64, 4)], costs, ("gumbel",)).programs["gumbel", 64]
+    shared = [n.outputs[0] for n in p.nodes if n.op == "all_gather" and "norm2" in n.inputs[0]]
+    readers = [[n.attrs["path"] for n in p.nodes if v in n.inputs] for v in shared]
+    assert readers == [[f"layers.{i}.mlp.routed", f"layers.{i}.mlp.shared"] for i in range(2)]

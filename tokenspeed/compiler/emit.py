@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from tokenspeed.compiler.binding import NO_KERNEL, Call, key_of
@@ -21,6 +20,7 @@ from tokenspeed.compiler.fuse import CALLS
 from tokenspeed.compiler.memory import verify_memory
 from tokenspeed.compiler.storage import DTYPES, PICKS, View, lay_out, outer_blocks_of
 from tokenspeed.ir.graph import Program
+from tokenspeed.ir.meaning import Meaning
 from tokenspeed.ir.ops import Fused, Local, Redistribute
 from tokenspeed.ir.types import Type
 from tokenspeed.kernels.capture import Replay, record
@@ -161,22 +161,14 @@ class _Emitter:
         return args, (None if not outs else outs[0] if len(outs) == 1 else tuple(outs)), attrs
 
     def _holes(self, t: Type) -> dict[str, Tensor]:
-        """What tells the holes of rows of type `t`: the port with each row's request, and the rows of the home group that this
-        rank holds. Nothing where no port tells."""
-        rows = t.dims[0]
-        ports = [
-            q
-            for q in self.p.ports
-            if (i := self.p.types[q].index) and i.name == "s" and self.p.types[q].names == (rows.name,)
-        ]
-        if not ports:
+        """What tells the holes among rows of type `t`; nothing where no port of this home group does."""
+        rows, p = t.dims[0], self.p
+        told = [q for q in p.ports if (i := p.types[q].index) and i.name == "s" and p.types[q].names == (rows.name,)]
+        if not told or not set(p.plan.home) <= set(rows.axes):
             return {}
-        home = set(self.p.plan.home)
-        inner = [a for a in self.p.row_axes(rows.name) if a not in home]
-        at = self.p.plan.mesh.coords(self.rt.rank)
-        grid = torch.arange(self.p.bucket[rows.name]).reshape(*(self.p.plan.mesh.size(a) for a in inner), -1)
-        mine = grid[tuple(at[a] if a in rows.axes else slice(None) for a in inner)].flatten()
-        return {"request": self.rt.ports[ports[0]][: self.p.bucket[rows.name]], "mine": mine}
+        held = Meaning(p.plan, p.sizes, {rows.name: p.row_axes(rows.name)}).owned(rows, self.rt.rank)
+        size = p.bucket[rows.name]
+        return {"request": self.rt.ports[told[0]][:size], "mine": held % size}
 
     def _comm(self, f: Call, args: list[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
         n, before = f.node, f.ins[0]
