@@ -81,6 +81,7 @@ bench-scheduler: install
 
 docs: install ## generated pages
 	$(BIN)/python -m tokenspeed env --options > docs/options.md
+	$(BIN)/python -m tokenspeed env --codes > docs/codes.md
 
 clean:
 	rm -rf build artifacts

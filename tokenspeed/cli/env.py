@@ -1,4 +1,4 @@
-"""`tokenspeed env`: versions, devices and settings for a bug report; `--options` prints the page docs/options.md."""
+"""`tokenspeed env`: versions, devices and settings for a bug report; `--options` and `--codes` print pages of docs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
+from tokenspeed.ir import codes
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig, ServerConfig
 
@@ -34,12 +35,16 @@ _SECRET = {options.ENV_PREFIX + "API_KEY"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The one flag."""
+    """The flags."""
+    parser.add_argument("--codes", action="store_true", help="print the page of the compiler's codes (docs/codes.md)")
     parser.add_argument("--options", action="store_true", help="print the page of all options (docs/options.md)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print; always 0."""
+    if args.codes:
+        print(codes.markdown(), end="")
+        return 0
     if args.options:
         print(options.markdown(EngineConfig, ServerConfig), end="")
         return 0

@@ -46,8 +46,9 @@ class VerifyError(TokenSpeedError):
 
 
 class RuleError(Exception):
-    """Raised by an op's placement rule: `code`, a sentence of reason, and fixes. The tracer adds the place and types."""
+    """Raised by an op's placement rule: `code`, a sentence of reason, the axis it concerns, and fixes. The tracer adds the place,
+    the types, and what would go wrong on that axis."""
 
-    def __init__(self, code: str, reason: str, fixes: tuple[str, ...] = (), example: str = "") -> None:
+    def __init__(self, code: str, reason: str, fixes: tuple[str, ...] = (), axis: str = "") -> None:
         super().__init__(reason)
-        self.code, self.reason, self.fixes, self.example = code, reason, fixes, example
+        self.code, self.reason, self.fixes, self.axis = code, reason, fixes, axis

@@ -164,19 +164,25 @@ def _split(layout: Layout, kv: Factor, outer: int) -> None:
         size = layout.plan.mesh.size(a)
         if outer >= size:
             if outer % size:
-                raise PlanError(
-                    "P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}"
-                )
+                raise _inside(layout, kv, a)
             outer //= size
         elif outer > 1:
             if size % outer:
-                raise PlanError(
-                    "P033", f"{kv} over {layout.plan.describe()}: {outer} heads end inside axis {a!r} of {size}"
-                )
+                raise _inside(layout, kv, a)
             layout.plan = layout.plan.split(a, (outer, size // outer))
             return
         else:
             return
+
+
+def _inside(layout: Layout, kv: Factor, axis: str) -> PlanError:
+    heads, size = layout.logical[kv.name], layout.plan.mesh.size((axis,))
+    return PlanError(
+        "P033",
+        f"{kv} over {layout.plan.describe()}: the {kv.name}={heads} heads end inside axis {axis!r} of {size}\n"
+        f"  fix 1: order or split the mesh axes so that the outer ones multiply to a divisor of {heads}\n"
+        f"  fix 2: spread heads over as many ranks as divide {heads}",
+    )
 
 
 def _pad_weight(layout: Layout, decl: Weight) -> None:
@@ -199,5 +205,6 @@ def _divide(layout: Layout, path: str, decl: Any, f: Factor) -> None:
     fits = [r for r in range(1, ranks + 1) if extent % r == 0]
     raise PlanError(
         "P032",
-        f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)} (pad it, or use one of {fits})",
+        f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)}\n"
+        f"  fix 1: map {','.join(f.axes)} to one of {fits} ranks (--axes)\n  fix 2: pad the weight (pad=), at the price of its zero rows",
     )

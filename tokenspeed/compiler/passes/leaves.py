@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed.compiler.counterexample import of_op, of_reading
 from tokenspeed.compiler.passes.layout import Layout
 from tokenspeed.compiler.passes.trace import LeafDef
 from tokenspeed.ir.errors import Origin, PlacementError, PlanError, RuleError
@@ -157,7 +158,9 @@ def type_body(
                 "P020",
                 f"{leaf.origin}  {leaf.kind}.forward: declared output and derived output differ\n"
                 f'  declared : {declared}      from "{spec}"\n  derived  : {derived}      {_source(leaf, name)}\n'
-                f'  {_difference(declared, derived)}\n  fix 1: declare "{_as_spec(derived, leaf)}"',
+                f"  {_difference(declared, derived)}\n"
+                + "".join(f"  {line}\n" for line in filter(None, [of_reading(derived, declared)]))
+                + _result_fixes(leaf, derived, declared),
             )
     return Leaf(leaf.kind, list(leaf.in_names), outputs, nodes, types, params)
 
@@ -165,6 +168,34 @@ def type_body(
 def _source(leaf: LeafDef, name: str) -> str:
     node = next((n for n in leaf.nodes if name in n.outputs), None)
     return f"from {node.op}, {node.origin}" if node else "an argument"
+
+
+def _result_fixes(leaf: LeafDef, derived: Type, declared: Type) -> str:
+    fixes = [f'declare "{_as_spec(derived, leaf)}" (0 bytes)']
+    if derived.names == declared.names and (cost := _price(derived, declared)):
+        fixes.append(f'return place(value, "{_as_spec(declared, leaf)}") ({cost})')
+    return "\n".join(f"  fix {i}: {fix}" for i, fix in enumerate(fixes, 1))
+
+
+def _price(t: Type, target: Type) -> str:
+    """What it takes to place a value otherwise, in words: bytes a row and rank; "" where no redistribution does it."""
+    row, words = " x ".join(d.name for d in t.dims if d.name not in ROW_DIMS) or "1", []
+    for a in dict.fromkeys((*t.axes(), *target.axes())):
+        before, after = t.state(a), target.state(a)
+        if before == after:
+            continue
+        if "%" in a or "/" in a:
+            return ""  # a part of an axis has no name of its own
+        if before == "R":
+            words.append(f"0 bytes: {'the first rank keeps it' if after == 'P' else 'a slice'} over {a}")
+        elif before == "P":
+            name, share = ("all-reduce", "2(n-1)/n") if after == "R" else ("reduce-scatter", "(n-1)/n")
+            words.append(f"one {name} over {a}, {share} x {row} x {DTYPE_BYTES[t.dtype]} B a row and rank")
+        elif after == "R":
+            words.append(f"one all-gather over {a}, (n-1)/n x {row} x {DTYPE_BYTES[t.dtype]} B a row and rank")
+        else:
+            return ""
+    return "; ".join(words)
 
 
 def _difference(declared: Type, derived: Type) -> str:
@@ -212,21 +243,26 @@ def _diagnose(leaf: LeafDef, node: Node, args: list[Type], e: RuleError) -> Plac
         label, source = (name, "a parameter") if is_param else (f"value {name}", _source(leaf, name))
         lines.append(f"  {label:<10}: {t}      {source}")
     lines.append(f"  {e.reason}")
-    if e.example:
-        lines.append(f"  e.g. {e.example}")
-    lines += [f"  fix {i}: {f}" for i, f in enumerate(e.fixes or _fixes(leaf, args), 1)]
+    names = [n if n.startswith("@") else f"%{n}" for n in node.inputs]
+    if e.axis and (example := of_op(node.op, names, args, node.attrs, e.axis)):
+        lines.append(f"  {example}")
+    fixes = e.fixes or (() if e.code == "P004" else _fixes(leaf, args))  # a wrong operand has no place to be put
+    lines += [f"  fix {i}: {f}" for i, f in enumerate(fixes, 1)]
     return PlacementError(e.code, "\n".join(lines))
 
 
 def _fixes(leaf: LeafDef, args: list[Type]) -> tuple[str, ...]:
     pending = next((t for t in args if t.pending), None)
     if pending is not None:
-        whole = _as_spec(Type(pending.dtype, pending.dims), leaf)
-        over, row = ",".join(pending.pending), " x ".join(d.name for d in pending.dims if d.name not in ROW_DIMS)
-        price = f"one all-reduce over {over}, 2(n-1)/n x {row} x {DTYPE_BYTES[pending.dtype]} B a row and rank"
-        return (f"reduce the pending operand first: place(x, \"{whole}\") ({price})",
+        whole = Type(pending.dtype, pending.dims)
+        return (f"reduce the pending operand first: place(x, \"{_as_spec(whole, leaf)}\") ({_price(pending, whole)})",
                 "return the pending value and do this in the calling composite, where the compiler repairs it (0 bytes here)")  # fmt: skip
-    return ("place both operands alike in the signature, or with place(x, spec)",)
+    spread = [t for t in args if t.axes() and t.index is None]
+    fixes = ["place the operands alike in the signature (0 bytes here: the compiler chooses at the boundary)"]
+    for t in spread[:1]:
+        whole = Type(t.dtype, tuple(Dim(d.name) for d in t.dims))
+        fixes.append(f'place(x, "{_as_spec(whole, leaf)}") for the operand {t} ({_price(t, whole)})')
+    return tuple(fixes)
 
 
 # ---- the logical check -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Invariant: nothing here reads a weight, a clock or the environment; equal reques
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -162,7 +163,7 @@ def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepar
         if (key := (leaf.kind, leaf.first_path)) not in checked:
             check_leaf(leaf, r.dtype)
             checked.add(key)
-    layout = make_layout(flat, r.plan)
+    layout = _laid_out(flat, r)
     for leaf in flat.leaves:
         check_disjoint(leaf, layout)
     formats = choose_formats(flat, layout, names, r.stored, r.dtype)
@@ -170,6 +171,20 @@ def prepare(r: Request, variant: str, checked: set[Any] | None = None) -> Prepar
         flat = trace_model(r.model, r.config, variant, sharded, lambda path: formats.get(path, ""))
     choices = Choices(flat, layout, _binding(layout, formats, r), r.costs, r.collectives.issuperset(EXCHANGE))
     return Prepared(flat, choices, names, r.costs)
+
+
+def _laid_out(flat: Flat, r: Request) -> Layout:
+    """Pass 2; what does not divide names the fields of the configuration that say so."""
+    try:
+        return make_layout(flat, r.plan)
+    except PlanError as e:
+        if e.code not in ("P032", "P033"):
+            raise
+        named = {int(n) for dim, n in re.findall(r"(\w+)=(\d+)", e.message) if flat.dims.get(dim) == int(n)}
+        fields = [f"{k}={v}" for k, v in sorted(r.config.read.items()) if type(v) is int and v in named]
+        head, _, fixes = e.message.partition("\n")
+        said = [head, f"  config.json says {', '.join(fields)}"] if fields else [head]
+        raise PlanError(e.code, "\n".join([*said, fixes] if fixes else said)) from None
 
 
 def run_passes(r: Request) -> Result:

@@ -155,7 +155,7 @@ def show(states: States, ins: Sequence[Type]) -> str:
 def refuse(
     op: str, axis: str, states: States, ins: Sequence[Type], why: str, code: str = "P010", **more: Any
 ) -> RuleError:
-    return RuleError(code, f"{op} on axis {axis} ({show(states, ins)}): {why}", **more)
+    return RuleError(code, f"{op} on axis {axis} ({show(states, ins)}): {why}", axis=axis, **more)
 
 
 def pointwise_rule(
@@ -176,12 +176,10 @@ def pointwise_rule(
                 return "P"
         if joint:
             raise refuse(
-                op, axis, states, ins, f"a complete value added to a sum pending over {axis} is counted once a rank", "P012",
-                example="2 ranks: (3, 4) pending + 10 complete gives (13, 14), which sums to 27 and not 17",
+                op, axis, states, ins, f"a complete value added to a sum pending over {axis} is counted once a rank", "P012"
             )  # fmt: skip
         raise refuse(
-            op, axis, states, ins, f"{op} is not linear in this operand: it must be reduced over {axis} first", "P011",
-            example="2 ranks: f(3) + f(4) is not f(3 + 4)",
+            op, axis, states, ins, f"{op} is not linear in this operand: it must be reduced over {axis} first", "P011"
         )  # fmt: skip
     letters = {s for s in states if s != "R"}
     if not letters:
