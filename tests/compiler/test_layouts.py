@@ -30,7 +30,10 @@ def test_groups_of_unlike_sizes_in_one_model(model: str, name: str) -> None:
         assert run(Trial(model, mesh, axes, seed)) >= 5
 
 
-@pytest.mark.parametrize("model", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM"])
+@pytest.mark.parametrize(
+    "model",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM", "DeepseekV32ForCausalLM"],
+)
 @pytest.mark.parametrize(
     ("mesh", "axes"),
     [

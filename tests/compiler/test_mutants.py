@@ -37,8 +37,12 @@ def test_mutants_of_programs_with_experts_are_rejected_or_equal(family: str) -> 
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [("Qwen2ForCausalLM", ("dp=2,cp=2,tp=2", "")), ("Gemma3ForCausalLM", ("dp=2,tp=2", "vp=dp*tp"))],
-    ids=["pages on several ranks", "windows"],
+    [
+        ("Qwen2ForCausalLM", ("dp=2,cp=2,tp=2", "")),
+        ("Gemma3ForCausalLM", ("dp=2,tp=2", "vp=dp*tp")),
+        ("DeepSeekMTPModel", ("dp=2,cp=2,tp=2", "ep=tp,etp=cp")),
+    ],
+    ids=["pages on several ranks", "windows", "latents and index keys on several ranks"],
 )
 def test_mutants_of_attention_with_options_are_rejected(family: str, plan: tuple[str, str]) -> None:
     report = run(programs=0, families=[family], per_program=30, seed=9, plans=[plan])

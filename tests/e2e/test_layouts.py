@@ -118,7 +118,10 @@ def test_heterogeneous_plans_give_the_tokens_of_one_rank(tmp_path: Path) -> None
     assert [len(e.top_ids) for e in one[12].logprobs or []] == [7] * 8
 
 
-@pytest.mark.parametrize(("kind", "mesh", "axes"), [("llama", "cp=2", ""), ("gpt_oss", "cp=2,tp=2", "ep=cp,etp=tp")])
+@pytest.mark.parametrize(
+    ("kind", "mesh", "axes"),
+    [("llama", "cp=2", ""), ("deepseek_v32", "cp=2", ""), ("gpt_oss", "cp=2,tp=2", "ep=cp,etp=tp")],
+)
 def test_a_request_on_the_pages_of_two_ranks_gives_the_tokens_of_one(
     tmp_path: Path, kind: str, mesh: str, axes: str
 ) -> None:

@@ -25,7 +25,7 @@ DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
 }  # fmt: skip
 #: requests whose result is a pair: the value beside the index
-PICKS = ("argmax", "gumbel_argmax", "topk", "all_reduce_argmax", "all_reduce_topk")
+PICKS = ("argmax", "gumbel_argmax", "topk", "index_topk_part", "all_reduce_argmax", "all_reduce_topk")
 
 #: extents of values that the program does not state and no deployment changes
 FIXED = SAMPLING_DIMS

@@ -10,6 +10,9 @@ from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability
 
+#: ops that work on the slots of a home block, or on the part of them that a rank holds
+PAGED = ("append", "attend", "append_latent", "mla", "index_topk")
+
 
 def register_builtin(registry: Registry) -> None:
     """Registers everything that this installation can run or select for; Triton itself is imported at a first call."""
@@ -21,7 +24,7 @@ def register_builtin(registry: Registry) -> None:
     from tokenspeed.kernels.registry import register_references
     from tokenspeed.kernels.sampling import parts as sampling_parts
 
-    parts = {f"{op}_part": REFERENCES[op] for op in ("append", "attend")}  # of a home block's slots
+    parts = {f"{op}_part": REFERENCES[op] for op in PAGED}  # of a home block's slots
     register_references({op: fn for op, fn in (REFERENCES | FUSED | parts).items() if op in OPS}, registry)
     gemm_torch.register(registry)
     distributed.register(registry)

@@ -43,7 +43,7 @@ class Attention(Module):
         self.q_b = Linear(f"{'ql' if rank else 'h'} -> n@tp*dn | n@tp*dr")
         self.kv_a, self.kv_norm = Linear("h -> kl | dr"), RMSNorm("kl", LATENT_EPS)
         self.k_b, self.v_b = HeadLinear("n@tp: dn -> kl", transposed=True), HeadLinear("n@tp: kl -> dv")
-        self.rope, self.attn = rope, LatentAttention("kl dr", score_scale(c))
+        self.rope, self.attn = rope, LatentAttention("n@tp kl dr", score_scale(c))
         self.o = Linear("n@tp*dv -> h")
 
     def forward(self, x: Tokens, b: Batch) -> Partial:

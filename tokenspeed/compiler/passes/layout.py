@@ -17,7 +17,7 @@ from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.spec import Factor, SpecDim
 from tokenspeed.ir.types import ROW_DIMS
 from tokenspeed.models.nn.maps import Matrices, Weight
-from tokenspeed.models.nn.params import PagedAttention
+from tokenspeed.models.nn.params import LatentCache, PagedAttention
 from tokenspeed.models.nn.state import DeltaRule
 
 #: dims whose extents the runtime fixes: token, request and drafted rows, KV and state slots, table width, packed words ...
@@ -85,7 +85,7 @@ def _check_names(flat: Flat, plan: Plan) -> None:
             for a in s.logical_axes():
                 used.setdefault(a, f"{leaf.origin}: {leaf.kind}.forward")
     for path, decl in flat.decls.items():
-        if isinstance(decl, PagedAttention):
+        if isinstance(decl, PagedAttention | LatentCache):
             used.setdefault("cp", path)
         for d in _dims(decl):
             for a in d.factors[0].axes:

@@ -63,15 +63,14 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         return {name: Param(name, "weight", (b.spec(decl.spec, dtype),))}
     if isinstance(decl, Rope):
         return {name: Param(name, "table", (Type("f32", (Dim("pos_table"), Dim("rope_dim"))),))}
+    slots = Dim("slots", (*b.order(b.home), *b.order(b.expand("cp"))))
     if isinstance(decl, PagedAttention):
-        slots = Dim("slots", (*b.order(b.home), *b.order(b.expand("cp"))))
         cache = Type(b.cache_dtype, (slots, *dims((decl.kv, decl.d))))
         return {name: Param(name, "cache", (cache, cache))}
     if isinstance(decl, StateCache):
         dtype = b.dtype if decl.dtype == STREAM else decl.dtype
         return {name: Param(name, "cache", (Type(dtype, (Dim("states", b.order(b.home)), *dims(decl.spec.dims))),))}
     if isinstance(decl, LatentCache):
-        slots = Dim("slots", b.order(b.home))
         return {name: Param(name, "cache", tuple(Type(b.cache_dtype, (slots, d)) for d in dims(decl.spec.dims)))}
     if isinstance(decl, SamplingState):
         rows = Dim("r", b.order(b.home))
@@ -387,6 +386,8 @@ def check_disjoint(leaf: LeafDef, layout: Layout) -> None:
             slots = [(f"slots@{a}", layout.plan.axes(a)) for a in ("dp", "cp")]
             heads = [(str(f), layout.axes(f)) for d in (decl.n, decl.kv) for f in d.factors if f.axes]
             groups += [(f"the cache of {name}", [*slots, h]) for h in heads]
+        elif isinstance(decl, LatentCache):
+            groups.append((f"the caches of {name}", [(f"slots@{a}", layout.plan.axes(a)) for a in ("dp", "cp")]))
     for where, uses in groups:
         for (a, xs), (c, ys) in itertools.combinations(uses, 2):
             shared = sorted(set(xs) & set(ys))

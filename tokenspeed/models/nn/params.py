@@ -99,7 +99,8 @@ class PagedAttention(Param):
 
 
 class LatentCache(Param):
-    """What attention keeps of a token that all heads share, in the full-attention group: a cache for each dim of the spec."""
+    """What attention keeps of a token that all heads share, in the full-attention group: a cache for each dim of the spec, its
+    slots on `dp` and, of each home group, on `cp`."""
 
     def __init__(self, spec: str) -> None:
         self.spec = read_spec(spec)
@@ -115,21 +116,25 @@ class LatentCache(Param):
 
 
 class LatentAttention(LatentCache):
-    """Causal attention of all heads over one latent and one rotated part a token (MLA). spec: "kl dr", their widths. scale: of
-    the scores."""
+    """Causal attention of all heads over one latent and one rotated part a token (MLA). spec: "n@tp kl dr", the heads and
+    the widths of both. scale: of the scores. A rank of cp attends to what it holds, and the parts are merged."""
 
     def __init__(self, spec: str, scale: float) -> None:
-        super().__init__(spec)
-        self.scale = scale
+        heads, _, widths = spec.partition(" ")
+        super().__init__(widths)
+        self.heads, self.scale = read_spec(heads), scale
         if len(self.spec.dims) != 2:
-            raise SpecError("P001", f"{caller()}: LatentAttention({spec!r}) takes two dims: latent, rotated part")
+            raise SpecError(
+                "P001", f"{caller()}: LatentAttention({spec!r}) takes three dims: heads, latent, rotated part"
+            )
 
     def __call__(self, q: Any, rotated_q: Any, latent: Any, rotated: Any, b: Any, picked: Any = None) -> Any:
         """q [T, n, kl], rotated_q [T, n, dr], latent [T, kl], rotated [T, dr] -> [T, n, kl], the heads' mixes of latents.
         `picked` i32[T, K]: the positions that each token attends, -1 for none (LatentIndex); without it all before it."""
         caches = self.append([latent, rotated], b)
         extra = [] if picked is None else [picked]
-        return apply("mla", [q, rotated_q, *caches, b.pos, b.row, b.table, *extra], scale=self.scale)
+        y = apply("mla", [q, rotated_q, *caches, b.pos, b.row, b.table, *extra], scale=self.scale)
+        return place(y, f"t@dp {self.heads} {self.spec.dims[0]}")
 
 
 class LatentIndex(LatentCache):
@@ -143,7 +148,8 @@ class LatentIndex(LatentCache):
     def __call__(self, q: Any, weights: Any, key: Any, b: Any) -> Any:
         """q [T, m, di], the heads' weights [T, m], this step's keys [T, di] -> positions i32[T, k], -1 where there are fewer."""
         (keys,) = self.append([key], b)
-        return apply("index_topk", [q, weights, keys, b.pos, b.row, b.table], k=self.k, dim=self.dim)
+        best = apply("index_topk", [q, weights, keys, b.pos, b.row, b.table], k=self.k, dim=self.dim)
+        return place(best, f"t@dp {self.dim}")
 
 
 class SamplingState(Param):
