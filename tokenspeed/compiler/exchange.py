@@ -48,17 +48,30 @@ class Load:
         return self.ranks * (2 * self.row + self.choice)
 
 
-def load_of(op: str, ins: Sequence[Type], plan: Plan, sizes: Mapping[str, int]) -> Load | None:
-    """None where an op of operands `ins` exchanges nothing."""
-    axes = OPS[op].exchange(ins)
+def load_of(n: Node, ins: Sequence[Type], body: Sequence[Node], plan: Plan, sizes: Mapping[str, int]) -> Load | None:
+    """Of a node of `body` with operands `ins`; None where it exchanges nothing."""
+    axes = OPS[n.op].exchange(ins)
     if not axes:
         return None
     x, ids, shares, weight = ins[:4]
     ranks, experts, k = plan.mesh.size(axes), sizes[weight.dims[0].name], sizes[ids.names[-1]]
     elements = math.prod(sizes[d.name] // plan.mesh.size(d.axes) for d in x.dims[1:])
     choice = k * (DTYPE_BYTES[ids.dtype] + DTYPE_BYTES[shares.dtype])
-    visits = ranks * _reach(experts, experts // plan.mesh.size(weight.dims[0].axes), k)
+    how = next((m.attrs for m in body if n.inputs[1] in m.outputs), {})
+    held = experts // plan.mesh.size(weight.dims[0].axes)
+    visits = ranks * _visited(experts, held, k, how.get("groups", 1), how.get("top_groups", 1))
     return Load(axes, ranks, elements * DTYPE_BYTES[x.dtype], choice, visits)
+
+
+def _visited(experts: int, held: int, k: int, groups: int, top: int) -> float:
+    """The chance that a row picks some of the `held` experts of a rank: k of those in `top` of as many equal `groups`."""
+    size = experts // groups
+    whole, part = max(held // size, 1), min(held, size)  # groups that the rank holds, and of each its experts
+    of = math.comb(groups, top)
+    return sum(
+        math.comb(whole, j) * math.comb(groups - whole, top - j) / of * _reach(top * size, j * part, k)
+        for j in range(1, min(whole, top) + 1)
+    )
 
 
 def _reach(experts: int, held: int, k: int) -> float:

@@ -8,8 +8,7 @@ where none would be broken and the solver found this cheaper.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tokenspeed.compiler.binding import rows_of
 from tokenspeed.compiler.costs import CostModel
@@ -21,8 +20,13 @@ from tokenspeed.ir.ops import OPS, Fused, Redistribute
 from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Type
 
-#: runner-up and gap of an edge (value, consumer)
-Decide = Callable[[str, str], dict[str, Any]]
+
+class Decide(Protocol):
+    """Runner-up and gap: of an edge (value, consumer), or of how the rows of a module lie."""
+
+    def __call__(self, value: str, consumer: str) -> dict[str, Any]: ...
+
+    def module(self, path: str) -> dict[str, Any]: ...
 
 
 def moved_bytes(p: Program, op: str, before: Type, after: Type) -> float:
@@ -90,7 +94,7 @@ class Explainer:
         if isinstance(OPS[n.op], Redistribute):
             return
         ins = [param_type(leaf.params, i) if i.startswith("@") else leaf.types[i] for i in n.inputs]
-        load = load_of(n.op, ins, p.plan, p.sizes)
+        load = load_of(n, ins, leaf.nodes, p.plan, p.sizes)
         assert load is not None
         x, out = n.inputs[0], n.outputs[0]
         row = {
@@ -106,7 +110,7 @@ class Explainer:
         for row, n, before, after, how in self.rows:
             if isinstance(how, Load):
                 held = rows_of(before, p)
-                own = {"runner_up": "none: the rows lie so at the argument", "gap_us": None}
+                own = decide.module(row["value"].rpartition("/")[0])
                 priced = {
                     "bytes_per_token": how.wire * held / p.bucket["t"],
                     "time_us": round(how.price(costs, held), 3),

@@ -30,6 +30,19 @@ class Decisions:
             self.said[id(other)] = self._say(other)
         return self.said[id(other)]
 
+    def module(self, path: str) -> dict[str, Any]:
+        """As above, of the best plan in which the first argument of module `path` lies otherwise."""
+        i, e = self.index[path], self.solution.elimination
+        options = self.solution.options[i]
+        gaps = [(gap, r) for r, gap in enumerate(e.marginal([i]))] if len(options) > 1 else []
+        gap, r = min((x for x in gaps if x[1] != e.chosen[i]), default=(float("inf"), 0))
+        if gap == float("inf"):
+            return {"runner_up": "none: no other placement is legal", "gap_us": None}
+        return {
+            "runner_up": f"rows as {options[r].ins[0].text(self.solution.repairs.plan)}",
+            "gap_us": round(float(gap), 3),
+        }
+
     def _say(self, other: RunnerUp) -> dict[str, Any]:
         plan = self.solution.repairs.plan
         steps = " + ".join(f"{s.op} over {','.join(plan.fold(s.axes))}" for s in other.path.steps) or "no repair"

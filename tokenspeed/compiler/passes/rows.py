@@ -172,7 +172,7 @@ class Choices:
                 m, f = OPS[node.op].row_cost(*([self._local(t) for t in ts] for ts in (args, outs, weights)))
                 sharing = self.mesh.size(OPS[node.op].spread([*args, *weights]))
                 moved, madds = moved + m / sharing, madds + f / sharing
-                if load := load_of(node.op, [*args, *weights], self.layout.plan, self.layout.sizes):
+                if load := load_of(node, [*args, *weights], body.nodes, self.layout.plan, self.layout.sizes):
                     loads.append(load)
                 inner = {v: body.types[v] for v in (*node.values, *node.outputs) if v not in outside}
                 held = max(held, float(sum(math.prod(self._local(t)) * DTYPE_BYTES[t.dtype] for t in inner.values())))

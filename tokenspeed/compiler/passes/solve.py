@@ -53,6 +53,7 @@ class Value:
 class Solution:
     cost: float  # us a step, by the model
     rows: list[Row]  # one a flat node
+    options: list[list[Row]]  # what each was picked of
     picks: tuple[int, ...]  # their numbers
     elimination: Elimination
     repairs: Repairs
@@ -165,7 +166,7 @@ def solve(
             raise PlanError("P038", f"the tactics {tactics} together leave no legal plan on {where}; drop one")
         raise PlanError("P030", f"no legal placement on {where}: every choice leaves some value unserved")
     chosen = [options[c] for options, c in zip(rows, found.chosen)]
-    return Solution(total, chosen, tuple(found.chosen), found, repairs, values)
+    return Solution(total, chosen, rows, tuple(found.chosen), found, repairs, values)
 
 
 def _distinct(groups: list[list[int]], wanted: list[list[Type]]) -> list[list[int]]:
