@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 import tokenspeed
+from tests.compiler.layouts import config
+from tests.compiler.sim import compile_tiny
+from tokenspeed import Engine
 from tokenspeed.cli import main
+from tokenspeed.kernels.target import target_of
+from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.tokenizer import load_tokenizer
 
 CONFIG: dict[str, Any] = {
@@ -37,7 +42,8 @@ def compiled(folder: Path, config: Any, capsys: pytest.CaptureFixture[str]) -> s
         ("hidden_size", 0), ("hidden_size", 1e30), ("intermediate_size", 0), ("num_attention_heads", True),
         ("num_key_value_heads", 0), ("vocab_size", -3), ("max_position_embeddings", 0),
         ("max_position_embeddings", 10**9), ("max_position_embeddings", "64"), ("rms_norm_eps", "1e-5"),
-        ("rms_norm_eps", -1), ("rms_norm_eps", float("nan")), ("rope_theta", 0), ("rope_theta", "x"),
+        ("rms_norm_eps", -1), ("rms_norm_eps", float("nan")), ("rope_theta", 0), ("rope_theta", "x"), ("rope_theta", 1),
+        ("attention_bias", "false"), ("mlp_bias", "no"), ("tie_word_embeddings", 1), ("hidden_act", 3), ("rope_parameters", "yarn"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_names_its_field(
@@ -60,6 +66,86 @@ def test_a_configuration_of_another_form(
     config: Any, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert word in compiled(tmp_path, config, capsys)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"rope_type": "divisors"}, "divisors"), ({"rope_type": "divisors", "divisors": []}, "divisors"),
+        ({"rope_type": "divisors", "divisors": [1.0] * 3}, "divisors"), ({"rope_type": "divisors", "divisors": [0] * 4}, "divisors"),
+        ({"rope_type": "dynamic"}, "factor"), ({"rope_type": "dynamic", "factor": 0.5}, "factor"),
+        ({"rope_type": 7}, "rope_type"), ({"rope_type": "default", "rope_theta": 1}, "rope_theta"),
+        (YARN | {"attention_factor": "2"}, "attention_factor"), (YARN | {"attention_factor": -1}, "attention_factor"),
+        (YARN | {"mscale": "1"}, "mscale"), (YARN | {"mscale_all_dim": [1]}, "mscale_all_dim"), (YARN | {"factor": True}, "factor"),
+        (YARN | {"beta_fast": 1, "beta_slow": 32}, "beta_slow"), (YARN | {"truncate": "yes"}, "truncate"),
+        (YARN | {"factor": float("inf")}, "factor"), (YARN | {"original_max_position_embeddings": 16.5}, "original_max_position"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor"), (LLAMA3 | {"high_freq_factor": 0}, "high_freq_factor"),
+        (LLAMA3 | {"factor": 0.1}, "factor"), (LONG | {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        (LONG | {"short_factor": []}, "short_factor"), (LONG | {"long_factor": [1.0] * 3}, "long_factor"),
+        (LONG | {"long_factor": [float("nan")] * 4}, "long_factor"),
+    ],
+)  # fmt: skip
+def test_ropes_that_cannot_be_name_their_field(
+    rope: dict[str, Any], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = compiled(tmp_path, CONFIG | {"rope_scaling": rope}, capsys)
+    assert field in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "field"),
+    [
+        ("GptOssForCausalLM", {"swiglu_limit": 0}, "swiglu_limit"), ("GptOssForCausalLM", {"swiglu_limit": -7.0}, "swiglu_limit"),
+        ("GptOssForCausalLM", {"swiglu_limit": "a"}, "swiglu_limit"),
+        ("GptOssForCausalLM", {"num_experts_per_tok": 25}, "num_experts_per_tok"),
+        ("Gemma3ForCausalLM", {"rope_parameters": [1]}, "rope_parameters"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": "x"}}, "rope_parameters"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": "true"}, "norm_topk_prob"),
+        ("Glm4MoeForCausalLM", {"n_group": 5}, "n_group"), ("Glm4MoeForCausalLM", {"topk_group": 9}, "topk_group"),
+        ("DeepseekV3ForCausalLM", {"topk_group": 1, "num_experts_per_tok": 7}, "topk_group"),
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": -1}, "n_shared_experts"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "mscale_all_dim": 1.0}}, "factor"),
+    ],
+)  # fmt: skip
+def test_families_name_the_field(
+    family: str, over: dict[str, Any], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = compiled(tmp_path, config(family) | over, capsys)
+    assert field in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_scaling": {**LONG, "short_factor": [1.0], "long_factor": [2.0], "mscale_all_dim": 1.0}}]
+)
+def test_no_shared_expert_and_a_scale_beside_longrope_are_possible(rope: dict[str, Any]) -> None:
+    given = config("DeepseekV3ForCausalLM") | {"n_shared_experts": 0} | rope
+    r = compile_tiny(given, "tp=2", "", [(4, 4)], variants=("gumbel",))
+    assert not any("shared" in e.name for e in r.weights.entries)
+
+
+@pytest.mark.parametrize("device", ["cuda:12", "cuda:0", "cuda:79"])
+def test_a_device_s_index_is_no_architecture(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["compile", str(tmp_path), "--device", device, "-o", str(tmp_path / "out")]) in (1, 2)
+    assert "cuda:90" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"unknown device|sm_80 or later"):
+        target_of(device)
+
+
+def test_memory_that_cannot_be_had_names_the_options() -> None:
+    options = {"core": "inproc", "buckets": [1, 8], "max_num_batched_tokens": 8, "max_num_seqs": 2}
+    with pytest.raises(StartupError, match=r"MiB of memory cannot be had .*--page-size"):
+        Engine(model="smollm2", device="cpu", page_size=1_000_000, num_pages=2_000, **options)
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])

@@ -71,6 +71,8 @@ def test_explain_names_the_chosen_one_and_every_other_with_its_reason(capsys: py
         (["gemm", "linear", "--formats", "x"], "write NAME=VALUE"),
         (["gemm", "linear", "--formats", "y=bfloat16"], "no role 'y'"),
         (["gemm", "linear", "--facts", "tokens=many"], "expected a whole number"),
+        (["gemm", "linear", "--facts", "tokens=-1"], "from 1 on"),
+        (["gemm", "linear", "--facts", "rows=4"], "ask for: head_dim, k, n, tokens"),
         (["gemm", "linear", "--device", "tpu"], "unknown device 'tpu'"),
     ],
 )

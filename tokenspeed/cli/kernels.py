@@ -93,6 +93,7 @@ def _targets(k: Any) -> list[str]:
 
 def _explain(args: argparse.Namespace) -> int:
     from tokenspeed.kernels.ops import OPS
+    from tokenspeed.kernels.registry import default_registry
     from tokenspeed.kernels.select import SelectionError, explain
 
     by_key = {op.key: op.name for op in OPS.values()}
@@ -105,6 +106,12 @@ def _explain(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {
         name: _number("--facts", name, value) for name, value in _pairs("--facts", args.facts).items()
     }
+    known = {"tokens", "head_dim", "k", "n"} | {name for spec in default_registry().of(op) for name in spec.traits}
+    for name, value in facts.items():
+        if name not in known:
+            raise OptionError(f"--facts has {name!r}; kernels of {op} ask for: {', '.join(sorted(known))}")
+        if value < 1:
+            raise OptionError(f"--facts {name} is {value}: expected a whole number from 1 on")
     try:
         found = explain(op, signature=formats, traits=facts, device=args.device, objective=args.objective)
     except SelectionError as error:

@@ -17,11 +17,12 @@ from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.registry import Registry
 from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity, multiple_of, one_of
+from tokenspeed.kernels.target import OLDEST
 from tokenspeed.kernels.weights import dense
 
 PACKAGE = "tokenspeed.kernels"
 ROOT = Path(__file__).parent
-CUDA = Capability("cuda", min_arch=80)
+CUDA = Capability("cuda", min_arch=OLDEST)
 
 Signatures = tuple[Mapping[str, frozenset[str]], ...]
 

@@ -9,6 +9,8 @@ from typing import Literal
 
 from tokenspeed.kernels.spec import Capability
 
+OLDEST = 80  # the first architecture that kernels are written for
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -32,6 +34,11 @@ def target_of(device: str) -> Target:
     if device == "cpu":
         return Target("cpu", 0, cpu_features())
     if device.startswith("cuda:") and device[5:].isdigit():
+        if not OLDEST <= int(device[5:]) < 1000:
+            raise ValueError(
+                f"device '{device}' names sm_{device[5:]}, but kernels need sm_{OLDEST} or later: the number is an architecture "
+                "(90 for an H200), not a GPU's index"
+            )
         return Target("cuda", int(device[5:]))
     if device == "cuda":
         import torch

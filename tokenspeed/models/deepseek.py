@@ -116,9 +116,9 @@ class CausalLM(Module):
     def routing(self, c: Config) -> Routing:
         c.refuse("scoring_func", ("sigmoid",), "experts of this family are picked by sigmoid scores")
         c.refuse("topk_method", ("noaux_tc",), "experts of this family are picked with a bias, from groups")
-        groups, kept = c.get("n_group", 1), c.get("topk_group", 1)
+        groups, kept = c.expert_groups()
         return Routing(
-            c.num_experts_per_tok, bool(c.get("norm_topk_prob", True)), "sigmoid", groups, kept, min(2, c.experts // groups),
+            c.experts_per_tok, bool(c.get("norm_topk_prob", True)), "sigmoid", groups, kept, min(2, c.experts // groups),
             float(c.get("routed_scaling_factor", 1.0)),
         )  # fmt: skip
 
@@ -128,7 +128,7 @@ class CausalLM(Module):
         return {
             "h": c.hidden_size, "n": c.num_attention_heads, "dn": c.qk_nope_head_dim, "dr": c.qk_rope_head_dim,
             "dv": c.v_head_dim, "kl": c.kv_lora_rank, "f": c.intermediate_size, "v": c.vocab_size, "e": c.experts,
-            "k": c.num_experts_per_tok, "fe": c.moe_intermediate_size,
+            "k": c.experts_per_tok, "fe": c.moe_intermediate_size,
         } | {d: n for d, n in ranks.items() if n}  # fmt: skip
 
     @staticmethod
@@ -167,6 +167,6 @@ class V2(CausalLM):
         c.refuse("topk_method", ("greedy", "group_limited_greedy"), "experts of this family are picked without a bias")
         grouped = c.get("topk_method", "greedy") == "group_limited_greedy"
         return Routing(
-            c.num_experts_per_tok, False, "softmax", c.n_group if grouped else 1, c.topk_group if grouped else 1, 1,
+            c.experts_per_tok, False, "softmax", *(c.expert_groups() if grouped else (1, 1)), 1,
             float(c.get("routed_scaling_factor", 1.0)),
         )  # fmt: skip

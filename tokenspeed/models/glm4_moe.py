@@ -50,7 +50,7 @@ class CausalLM(DeepseekCausalLM):
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
         shared = c.moe_intermediate_size * c.get("n_shared_experts", 1)
-        experts = {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.moe_intermediate_size, "fs": shared}
+        experts = {"e": c.experts, "k": c.experts_per_tok, "fe": c.moe_intermediate_size, "fs": shared}
         return decoder_dims(c) | experts
 
     @staticmethod

@@ -42,7 +42,7 @@ class Layer(Module):
         self.norm1, self.norm2 = norm(c), norm(c)
         self.attn = Attention(c, rope, window)
         clamp = Clamp(c.get("swiglu_alpha", 1.702), c.get("swiglu_limit", 7.0))
-        self.mlp = Routed(Routing(c.num_experts_per_tok), biases=True, clamp=clamp)
+        self.mlp = Routed(Routing(c.experts_per_tok), biases=True, clamp=clamp)
 
     def forward(self, x: Stream, b: Batch) -> Stream:
         x = x + self.attn(self.norm1(x), b)
@@ -62,7 +62,7 @@ class CausalLM(LlamaCausalLM):
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
-        return decoder_dims(c) | {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.intermediate_size}
+        return decoder_dims(c) | {"e": c.experts, "k": c.experts_per_tok, "fe": c.intermediate_size}
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:

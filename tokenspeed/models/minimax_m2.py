@@ -39,7 +39,7 @@ class Layer(Module):
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
         self.attn, self.mlp = (
             Attention(c, rope, window),
-            Routed(Routing(c.num_experts_per_tok, score="sigmoid"), bias=True),
+            Routed(Routing(c.experts_per_tok, score="sigmoid"), bias=True),
         )
 
     def forward(self, x: Stream, b: Batch) -> Stream:
@@ -63,7 +63,7 @@ class CausalLM(LlamaCausalLM):
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
-        return decoder_dims(c) | {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.intermediate_size, "qk": 2}
+        return decoder_dims(c) | {"e": c.experts, "k": c.experts_per_tok, "fe": c.intermediate_size, "qk": 2}
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:

@@ -33,7 +33,7 @@ class MoeCausalLM(CausalLM):
     """Those with experts in every layer."""
 
     def mlp(self, c: Config, layer: int) -> Module:
-        return Mixture(Routed(Routing(c.num_experts_per_tok)), GatedShared())
+        return Mixture(Routed(Routing(c.experts_per_tok)), GatedShared())
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:

@@ -12,7 +12,7 @@ class Layer(Module):
     def __init__(self, c: Config, rope: Rope, window: int | None, dense: bool) -> None:
         self.norm1, self.norm2 = RMSNorm("h", c.rms_norm_eps), RMSNorm("h", c.rms_norm_eps)
         self.attn = Attention(c, rope, window)
-        how = Routing(c.num_experts_per_tok, normalise=bool(c.get("norm_topk_prob", False)))
+        how = Routing(c.experts_per_tok, normalise=bool(c.get("norm_topk_prob", False)))
         self.mlp = MLP() if dense else Routed(how)
 
     def forward(self, x: Stream, b: Batch) -> Stream:
@@ -33,7 +33,7 @@ class CausalLM(Qwen2CausalLM):
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
-        return decoder_dims(c) | {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.moe_intermediate_size}
+        return decoder_dims(c) | {"e": c.experts, "k": c.experts_per_tok, "fe": c.moe_intermediate_size}
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:

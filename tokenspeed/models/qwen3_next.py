@@ -122,7 +122,7 @@ class CausalLM(Module):
     def mlp(self, c: Config, layer: int) -> Module:
         """The feed-forward part of a layer."""
         dense = layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) > 0
-        how = Routing(c.num_experts_per_tok, normalise=bool(c.get("norm_topk_prob", True)))
+        how = Routing(c.experts_per_tok, normalise=bool(c.get("norm_topk_prob", True)))
         return MLP() if dense else Mixture(Routed(how), GatedShared())
 
     @staticmethod
@@ -162,7 +162,7 @@ def state_dims(c: Config) -> dict[str, int]:
 def expert_dims(c: Config) -> dict[str, int]:
     """Extents of its experts."""
     shared = c.shared_expert_intermediate_size
-    return {"e": c.experts, "k": c.num_experts_per_tok, "fe": c.moe_intermediate_size, "fs": shared}
+    return {"e": c.experts, "k": c.experts_per_tok, "fe": c.moe_intermediate_size, "fs": shared}
 
 
 def state_names(c: Config) -> dict[str, str]:

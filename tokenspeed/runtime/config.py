@@ -10,6 +10,7 @@ import itertools
 import re
 from dataclasses import dataclass
 
+from tokenspeed.kernels.target import OLDEST
 from tokenspeed.runtime import options
 from tokenspeed.runtime.options import at_least, option
 
@@ -39,11 +40,10 @@ def _model_len(value: int) -> str | None:
 
 
 def _device(value: str) -> str | None:
-    return (
-        None
-        if re.fullmatch(r"auto|cpu|cuda(:\d{2,3})?", value)
-        else "must be auto, cpu, cuda or cuda:ARCH, as in cuda:90"
-    )
+    known = re.fullmatch(r"auto|cpu|cuda(?::(\d{2,3}))?", value)
+    if known and (known[1] is None or int(known[1]) >= OLDEST):
+        return None
+    return f"must be auto, cpu, cuda or cuda:ARCH with an architecture from {OLDEST} on, as in cuda:90"
 
 
 def _fraction(value: float) -> str | None:

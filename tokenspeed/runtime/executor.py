@@ -209,7 +209,13 @@ class Executor:
         return self.arena
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return memory.empty(*shape, dtype=dtype)
+        try:
+            return memory.empty(*shape, dtype=dtype)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise StartupError(
+                f"{math.prod(shape) * dtype.itemsize / 2**20:.0f} MiB of memory cannot be had ({error}): "
+                "fewer or smaller pages (--num-pages, --page-size) or requests (--max-num-seqs)"
+            ) from None
 
     def group(self, axes: tuple[str, ...]) -> Any:
         if self.plan.mesh.ordered(axes) != axes:

@@ -9,51 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed.ir.errors import TokenSpeedError
-
-
-class ConfigError(TokenSpeedError):
-    """A configuration this family cannot build; names the field."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("C001", message)
-
-
-#: fields that count something, and fields that are a positive number, wherever a family reads them
-_COUNTS = frozenset({
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "decoder_sparse_step", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar",
-    "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size", "rotary_dim",
-})  # fmt: skip
-_LISTS = frozenset({"layer_types", "mlp_only_layers"})
-_WHOLE = frozenset({"first_k_dense_replace", "num_nextn_predict_layers"})  # or none
-_POSITIVE = frozenset({
-    "partial_rotary_factor", "attention_factor",
-    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor",
-    "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings", "routed_scaling_factor",
-    "beta_fast", "beta_slow",
-})  # fmt: skip
-
-
-def checked(name: str, value: Any) -> Any:
-    """`value` of a field, if it can be one; ConfigError that names field and value. None is an absent field."""
-    if value is None:
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name in _COUNTS or name in _WHOLE:
-        least = 1 if name in _COUNTS else 0
-        if not (number and value == value // 1 and least <= value < 1 << 31):
-            raise ConfigError(f"{name} is {value!r} in config.json: it must be a whole number from {least} on")
-        return int(value)
-    if name in _POSITIVE and not (number and 0 < value < float("inf")):
-        raise ConfigError(f"{name} is {value!r} in config.json: it must be a positive number")
-    if name in _LISTS and not isinstance(value, list):
-        raise ConfigError(f"{name} is {value!r} in config.json: it must be a list")
-    return value
+from tokenspeed.models.nn.fields import ConfigError, checked
 
 
 def yarn_scale(factor: float, by: float = 1.0) -> float:
@@ -77,16 +33,16 @@ def _yarn(p: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _longrope(p: Mapping[str, Any]) -> dict[str, Any]:
-    """The factor of cosines and sines where a configuration leaves it to LongRoPE's default; its divisors, if they are any."""
-    for key in ("short_factor", "long_factor"):
-        values = p[key]
-        if not isinstance(values, list) or not all(isinstance(x, int | float) and x > 0 for x in values):
-            raise ConfigError(f"{key} is {values!r} in config.json: it must be a list of positive numbers")
+    """The factor of contexts, and that of cosines and sines where a configuration leaves it to LongRoPE's default."""
     old, gain = p["original_max_position_embeddings"], p.get("attention_factor")
     factor = p.get("factor") or p["positions"] / old
     if gain is None:
+        if old < 2 <= factor:
+            raise ConfigError(
+                f"original_max_position_embeddings is {old} in config.json: longrope's scale takes its logarithm"
+            )
         gain = math.sqrt(1 + math.log(factor) / math.log(old)) if factor > 1 else 1.0
-    return {"attention_factor": gain}
+    return {"attention_factor": gain, "factor": factor}
 
 
 class Config:
@@ -147,6 +103,28 @@ class Config:
         return int(self.get("num_key_value_heads", self.num_attention_heads))
 
     @property
+    def experts_per_tok(self) -> int:
+        """Routed experts that a token visits, of those there are."""
+        k, of = self.num_experts_per_tok, self.experts
+        if k > of:
+            raise ConfigError(f"num_experts_per_tok is {k} in config.json: a layer has {of} experts")
+        return k
+
+    def expert_groups(self) -> tuple[int, int]:
+        """Groups of experts, and how many of them a token may visit."""
+        groups, kept = self.get("n_group", 1), self.get("topk_group", 1)
+        if self.experts % groups:
+            raise ConfigError(
+                f"n_group is {groups} in config.json: {self.experts} experts do not fall into equal groups"
+            )
+        if kept > groups or self.experts_per_tok > kept * (self.experts // groups):
+            raise ConfigError(
+                f"topk_group is {kept} in config.json: num_experts_per_tok={self.experts_per_tok} experts cannot be picked from "
+                f"so many of n_group={groups} groups of {self.experts // groups}"
+            )
+        return groups, kept
+
+    @property
     def experts(self) -> int:
         """Routed experts of a layer, under the name that the configuration uses (transformers 5: `num_local_experts`)."""
         return int(self.get("num_local_experts") or self.get("n_routed_experts") or self.num_experts)
@@ -158,8 +136,7 @@ class Config:
 
     def rope_of(self, given: Any, theta: str = "rope_theta", default: float = 10000.0) -> dict[str, Any]:
         """One rope's settings from an object of config.json; its base may stand in the field `theta` instead."""
-        if not isinstance(given or {}, Mapping):
-            raise ConfigError(f"rope_parameters / rope_scaling is {given!r} in config.json: it must be an object")
+        checked("rope_parameters", given)
         out: dict[str, Any] = dict(given or {})
         if "type" in out:
             out.setdefault("rope_type", out.pop("type"))
@@ -175,12 +152,17 @@ class Config:
             old = self.get("original_max_position_embeddings") or out.get("original_max_position_embeddings")
             out["original_max_position_embeddings"] = old or self.max_position_embeddings
         needed = {
-            "linear": ("factor",), "longrope": ("short_factor", "long_factor"), "yarn": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "linear": ("factor",), "dynamic": ("factor",), "divisors": ("divisors",), "yarn": ("factor",),
+            "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         }  # fmt: skip
         for key in needed.get(out["rope_type"], ()):
             if out.get(key) is None:
                 raise ConfigError(f"rope_type {out['rope_type']!r} needs {key!r} in rope_parameters / rope_scaling")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if out.get(low) is not None and out.get(high) is not None and not out[low] < out[high]:
+                raise ConfigError(
+                    f"{low} is {out[low]!r} and {high} {out[high]!r} in config.json: the former must be below the latter"
+                )
         defaults = {"yarn": _yarn, "longrope": _longrope}.get(out["rope_type"])
         return out | defaults(out | {"positions": self.max_position_embeddings}) if defaults else out
 

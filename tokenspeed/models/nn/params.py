@@ -55,8 +55,8 @@ class Rope(Param):
     from `parameters` (rope_type, rope_theta, factors ...), for `positions` rows of `dim` values."""
 
     def __init__(self, dim: int, positions: int, parameters: dict[str, Any], pairs: bool = False) -> None:
-        for key in ("short_factor", "long_factor"):
-            if len(parameters.get(key, ())) not in (0, dim // 2):
+        for key in ("short_factor", "long_factor", "divisors"):
+            if key in parameters and len(parameters[key]) != dim // 2:
                 raise ConfigError(
                     f"{key} lists {len(parameters[key])} divisors, a rope of {dim} values has {dim // 2} frequencies"
                 )
