@@ -76,6 +76,7 @@ MODELS = (
     "MiniMaxM2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "Qwen3_5MTP",
 )
 EXPERTS_ALONE = (
     "GptOssForCausalLM",
@@ -123,6 +124,9 @@ OWN: dict[str, dict[str, Any]] = {
     "MiniMaxM2ForCausalLM": {"rotary_dim": 2},
     "MistralForCausalLM": {"sliding_window": 4},
     "Qwen3NextForCausalLM": _DELTA | {"shared_expert_intermediate_size": 10},
+    "Qwen3_5MTP": _DELTA | {
+        "num_experts": None, "linear_num_key_heads": 1, "linear_num_value_heads": 6, "mtp_num_hidden_layers": 1,
+    },
     "Qwen3_5ForCausalLM": _DELTA | {"linear_num_key_heads": 1, "linear_num_value_heads": 6},
 }  # fmt: skip
 

@@ -26,20 +26,42 @@ from tokenspeed.runtime.checkpoint import SafetensorsCheckpoint, read_config
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.loader import load_weights
 
-FAMILIES = {"deepseek_v3": "DeepSeekMTPModel", "deepseek_v32": "DeepSeekMTPModel", "glm4_moe": "Glm4MoeMTPModel"}
-LAYER = "model.layers.2"  # transformers makes three layers; the third is read as the one that drafts
+FULL = ["linear_attention", "linear_attention", "full_attention"]
+#: family, and what makes the third of transformers' layers, which is read as the one that drafts
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("DeepSeekMTPModel", {}),
+    "deepseek_v32": ("DeepSeekMTPModel", {}),
+    "glm4_moe": ("Glm4MoeMTPModel", {}),
+    "qwen3_next": ("Qwen3NextMTP", {"layer_types": FULL}),
+    "qwen3_5": ("Qwen3_5MTP", {"layer_types": FULL}),
+}
+LAYER = "model.layers.2"
+#: names of its norms and its projection
+OWN = {
+    "qwen": ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc"],
+    "other": [f"{LAYER}.{name}" for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj")],
+}
+
+
+def own(kind: str) -> list[str]:
+    return OWN["qwen" if "qwen" in kind else "other"]
 
 
 def write_drafting(path: Path, kind: str) -> Path:
-    """A checkpoint of two layers and one that drafts."""
-    write_tiny(path, kind, num_hidden_layers=3)
+    """A checkpoint of two layers and one that drafts; `path`/whole has all three as the model's."""
+    write_tiny(path / "whole", kind, num_hidden_layers=3, **FAMILIES[kind][1])
     g = torch.Generator().manual_seed(1)
-    own = {"eh_proj": torch.randn(64, 128, generator=g) / 8}
-    own |= {name: 1 + torch.randn(64, generator=g) / 8 for name in ("enorm", "hnorm", "shared_head.norm")}
-    file = path / "model.safetensors"
-    save_file(load_file(file) | {f"{LAYER}.{name}.weight": x for name, x in own.items()}, file)
-    c = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(c | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    *norms, projection = own(kind)
+    mine = {f"{name}.weight": torch.randn(64, generator=g) / 8 for name in norms}
+    mine = {name: x if "qwen" in kind else x + 1 for name, x in mine.items()}
+    mine[f"{projection}.weight"] = torch.randn(64, 128, generator=g) / 8
+    tensors = load_file(path / "whole" / "model.safetensors")
+    if "qwen" in kind:
+        tensors = {name.replace(LAYER, "mtp.layers.0"): x for name, x in tensors.items()}
+    save_file(tensors | mine, path / "model.safetensors")
+    c = json.loads((path / "whole" / "config.json").read_text())
+    more: dict[str, Any] = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(c | more))
     return path
 
 
@@ -47,21 +69,22 @@ def reference(path: Path, kind: str, ids: list[int], hidden: Tensor) -> Tensor:
     """Logits behind every row, by transformers' own layer."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(kind, num_hidden_layers=3), dtype=torch.float32)
+    whole: Any = AutoModelForCausalLM.from_pretrained(path / "whole", dtype=torch.float32).model
     files = load_file(path / "model.safetensors")
-    whole = AutoModelForCausalLM.from_pretrained(path, config=model.config, dtype=torch.float32).model
-    eps = model.config.rms_norm_eps
-    norms = {n: files[f"{LAYER}.{n}.weight"] for n in ("enorm", "hnorm", "shared_head.norm")}
+    enorm, hnorm, last, projection = (files[f"{name}.weight"] for name in own(kind))
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return norms[name] * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        w = w + 1 if "qwen" in kind else w
+        return w * x * (x.pow(2).mean(-1, keepdim=True) + whole.config.rms_norm_eps).rsqrt()
 
     with torch.no_grad():
-        e = norm(files["model.embed_tokens.weight"][ids], "enorm")
-        x = torch.cat([e, norm(hidden, "hnorm")], -1) @ files[f"{LAYER}.eh_proj.weight"].T
+        e = norm(files["model.embed_tokens.weight"][ids], enorm)
+        x = torch.cat([e, norm(hidden, hnorm)], -1) @ projection.T
         whole.layers, whole.norm = nn.ModuleList([whole.layers[2]]), nn.Identity()
+        if "qwen" in kind:
+            whole.config.layer_types = FULL[2:]
         y = whole(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        return norm(y, "shared_head.norm") @ files["lm_head.weight"].T
+        return norm(y, last) @ files["lm_head.weight"].T
 
 
 def weights(done: Compiled, path: Path) -> dict[str, Tensor]:
@@ -86,7 +109,7 @@ def weights(done: Compiled, path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_layer_that_drafts_equals_transformers(tmp_path: Path, kind: str) -> None:
     path = write_drafting(tmp_path / "model", kind)
-    family = find_family(FAMILIES[kind])
+    family = find_family(FAMILIES[kind][0])
     done = compile_model(family, read_config(path / "config.json"), buckets=[4, 24], max_rows=2, variants=["gumbel"])
     held = weights(done, path)
     ids = [(37 * i + 5) % 1003 for i in range(28)]
@@ -107,6 +130,9 @@ def test_the_layer_that_drafts_equals_transformers(tmp_path: Path, kind: str) ->
         ("deepseek-v3", "DeepSeekMTPModel", 11_610_068_224),
         ("deepseek-v3.2", "DeepSeekMTPModel", 11_624_027_648),
         ("glm-4.5-air", "Glm4MoeMTPModel", 2_375_059_584),
+        ("qwen3-next-80b-a3b", "Qwen3NextMTP", 1_650_471_424),
+        ("qwen3.5-27b", "Qwen3_5MTP", 424_699_392),
+        ("qwen3.5-35b-a3b", "Qwen3_5MTP", 844_640_768),
     ],
 )
 def test_the_layer_is_as_large_as_published(model: str, family: str, count: int) -> None:

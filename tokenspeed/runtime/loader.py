@@ -48,10 +48,10 @@ def load_weights(
     return out
 
 
-#: what files hold beside the weights of a model: a head that is tied, tables that are computed here, layers that guess tokens
-#: ahead, and the copies of embedding and head in such
+#: what files hold beside the weights of a model: a head that is tied, tables that are computed here, and the copies of embedding
+#: and head in layers that guess tokens ahead
 _KNOWN = re.compile(
-    r"lm_head\.weight|mtp\..*|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)"
+    r"lm_head\.weight|rope_freqs\.weight|.*\.rotary_emb\.inv_freq|.*\.(masked_bias|attn\.bias)"
     r"|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 )
 
@@ -88,9 +88,11 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
 
 
 def _drafts(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor belongs to a layer behind the model's own, which predicts a further token (MTP)."""
+    """Whether a tensor belongs to a layer that predicts a further token (MTP): behind the model's own, or under `mtp`."""
     layer, own = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers", 0)
-    return layer is not None and own <= int(layer[1]) < own + (config.get("num_nextn_predict_layers") or 0)
+    return name.startswith("mtp.") or (
+        layer is not None and own <= int(layer[1]) < own + (config.get("num_nextn_predict_layers") or 0)
+    )
 
 
 def _parameter(m: WeightMap, e: Entry, checkpoint: Checkpoint, rank: int, device: torch.device) -> Any:
