@@ -52,7 +52,7 @@ def test_rows_that_travel_give_the_tokens_of_one_rank(model: str) -> None:
 def test_rows_travel_on_random_layouts_of_six_and_eight_ranks() -> None:
     rng = random.Random(5)
     found = [at for n in (6, 8) for at in layouts(n, "Mixture") if "ep=1" not in at[1]]
-    for mesh, axes in rng.sample(found, 6):
+    for mesh, axes in rng.sample(found, 4):
         assert run(Trial("Mixture", mesh, axes, 1), EXCHANGING) >= 5
 
 

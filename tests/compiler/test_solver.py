@@ -157,7 +157,11 @@ def test_three_axes_and_61_layers_keep_every_table_small() -> None:
     p = problems("a=2,b=2,c=2", "dp=a,tp=b*c,mlp=a*b*c,vp=a*b*c", load_costs("h200"), layers=61)
     s = p.solve()
     assert len(p.rows) > 61 * 5
-    assert max(c.total.size for c in s.elimination.cliques.values()) <= 50_000
+    cliques = s.elimination.cliques.values()
+    assert max(c.total.size for c in cliques) <= 50_000
+    assert len({id(c.table) for c in cliques}) < len(cliques) / 6, "equal layers share their tables"
+    s.elimination.marginal([next(iter(s.elimination.cliques))])  # and what runs back over them
+    assert len({id(g) for g in s.elimination.gaps.values()}) < len(cliques) / 6
 
 
 # ---- tactics ---------------------------------------------------------------------------------------------------------
