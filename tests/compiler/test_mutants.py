@@ -7,8 +7,8 @@ import torch
 
 from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.compiler.mutants import mutants
-from tokenspeed.compiler.mutate import EXPERTS, Report, completes, judge, of_model, run
-from tokenspeed.ir.agreement import agreement, verify_ranks
+from tokenspeed.compiler.mutate import EXPERTS, Report, judge, of_model, run
+from tokenspeed.ir.agreement import agreement, meet, stuck, verify_ranks
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.ir.text import parse_program, print_program
 from tokenspeed.ir.verifier import verify
@@ -53,12 +53,12 @@ def test_mutants_of_attention_with_options_are_rejected(family: str, plan: tuple
 def test_a_rank_that_skips_or_repeats_a_collective_leaves_others_waiting() -> None:
     r = compile_tiny(tiny(), "dp=2,tp=2", "vp=dp*tp", [(4, 4)], variants=("gumbel",))
     p, q, s = (parse_program(r.texts["gumbel", 4]) for _ in range(3))
-    assert completes([p, q, p, p])
+    assert not stuck([p, q, p, p])
     wires = [i for i, n in enumerate(q.nodes) if n.op == "all_reduce"]
     q.nodes.pop(wires[0])
-    assert not completes([p, q, p, p])
+    assert stuck([p, q, p, p])
     s.nodes.append(s.nodes[wires[0]])
-    assert not completes([p, s, p, p])
+    assert stuck([p, s, p, p])
 
 
 def test_all_kinds_of_mutants_are_made_and_killed() -> None:
@@ -120,3 +120,28 @@ def test_ranks_that_exchange_the_operands_of_two_equal_collectives_are_refused()
     q.nodes[a], q.nodes[b] = q.nodes[b], q.nodes[a]
     with pytest.raises(VerifyError, match="V7"):
         verify_ranks([p, q])
+
+
+CIRCLE = """program @Two gumbel mesh(a=2, b=2) axes(cp=1, dp=1, ep=1, etp=a*b, mlp=a*b, se=a*b, tp=a*b, vp=a*b) bucket(t=4, s=4)
+dims h=4
+main(%x: f32[t, h] +a, %y: f32[t, h] +b) params()
+  %x' = all_reduce %x {axes=('a',)} : f32[t, h]
+  %y' = all_reduce %y {axes=('b',)} : f32[t, h]
+  %z = add %x', %y' : f32[t, h]
+  return %z : f32[t, h]
+"""
+
+
+def test_an_order_that_each_pair_shares_may_go_in_a_circle() -> None:
+    """Each pair of ranks meets once, and yet none comes to its end."""
+    p, q = parse_program(CIRCLE), parse_program(CIRCLE)
+    q.nodes[0], q.nodes[1] = q.nodes[1], q.nodes[0]
+    for program in (p, q):
+        verify(program)
+    verify_ranks([p, p, p, p])
+    verify_ranks([p, p, q, q])  # ranks 0, 1 meet 2, 3 over a first on one side: they still come through
+    assert all(len(meet(p, r, peer)) <= 1 for r in range(4) for peer in range(r))
+    with pytest.raises(
+        VerifyError, match="V7 ranks wait for each other in a circle: rank 0 in all_reduce over a of %x"
+    ):
+        verify_ranks([p, q, q, p])

@@ -208,6 +208,8 @@ def test_minus_infinity_is_a_number() -> None:
 
 def test_health_and_metrics(server: AppServer) -> None:
     assert httpx.get(server.url + "/health").json() == {"status": "ready"}
+    probed = httpx.head(server.url + "/health")
+    assert (probed.status_code, probed.text) == (200, "")
     server.post(TEXT, {"prompt": "x", "max_tokens": 1})
     text = httpx.get(server.url + "/metrics").text
     for name in ("num_requests_running", "kv_cache_usage_perc", "prefix_cache_queries_total", "prompt_tokens_total"):

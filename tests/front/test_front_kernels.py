@@ -44,7 +44,9 @@ def test_the_list_has_every_kernel_and_what_was_verified_of_it(
 def test_a_kernel_that_is_wrong_is_named_and_not_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = rulecheck_kernels.Report({"cpu.silu", "cpu.add"}, 2, ["cpu.silu, silu: S(0) on 2 ranks"], 0.0)
+    report = rulecheck_kernels.Report(
+        {"cpu.silu", "cpu.add"}, 2, ["cpu.silu, silu: S(0) on 2 ranks"], {"cpu.silu"}, 0.0
+    )
     monkeypatch.setattr(rulecheck_kernels, "check", lambda: report)
     assert main(["kernels", "verify", "--cache", str(tmp_path)]) == 1
     assert "WRONG     cpu.silu, silu" in capsys.readouterr().out

@@ -193,6 +193,16 @@ def test_end_of_sequence_ids_of_a_directory(smollm2: Tokenizer, tmp_path: Path) 
     assert Tokenizer.from_directory(tmp_path).eos_ids == {2, 7}
 
 
+@pytest.mark.parametrize("odd", ["2", -1, 2.0, True, [2, "3"], [None], {"id": 2}])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_odd_end_of_sequence_id_is_refused(smollm2: Tokenizer, tmp_path: Path, file: str, odd: Any) -> None:
+    smollm2.save(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": odd}))
+    with pytest.raises(StartupError, match=f"{file}: eos_token_id is"):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_a_template_file_wins_over_the_configuration(smollm2: Tokenizer, tmp_path: Path) -> None:
     smollm2.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ 'mine' }}")

@@ -151,8 +151,7 @@ def _verify(args: argparse.Namespace) -> int:
     from tokenspeed.kernels.registry import default_registry
 
     report = check()
-    bad = sorted({line.partition(",")[0].partition(":")[0] for line in report.unsound})
-    good = sorted(report.kernels - set(bad))
+    bad, good = report.wrong, sorted(report.kernels - report.wrong)
     registry = default_registry()
     known = _record(args.cache) | {name: registry.get(name).source_hash for name in good}
     path = Path(args.cache).expanduser() / RECORD

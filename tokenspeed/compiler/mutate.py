@@ -32,7 +32,7 @@ from tokenspeed.compiler.fuzz_programs import Fuzzed, generate
 from tokenspeed.compiler.mutants import Mutant, mutants
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import batch, random_ports, random_weights, runtime_sizes
-from tokenspeed.ir.agreement import Meeting, chain, meet, verify_ranks
+from tokenspeed.ir.agreement import meet, stuck, verify_ranks
 from tokenspeed.ir.errors import TokenSpeedError, VerifyError
 from tokenspeed.ir.graph import Program
 from tokenspeed.ir.jobs import add_jobs, each
@@ -247,28 +247,7 @@ def _same_on_ranks(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool
     """Whether ranks with unlike programs compute what they would with one: they never meet, or each collective still finds
     its whole group (two that lie in groups apart may change places)."""
     programs = [by_text[t] for t in texts]
-    return _apart(texts, by_text) or (all(p.bucket == programs[0].bucket for p in programs) and completes(programs))
-
-
-def completes(programs: Sequence[Program]) -> bool:
-    """Whether ranks that wait in each collective for its whole group all come to their ends."""
-    chains = [list(chain(p)) for p in programs]
-    left, mesh = [len(c) for c in chains], programs[0].plan.mesh
-
-    def at(r: int) -> Meeting | None:
-        return chains[r][-left[r]] if left[r] else None
-
-    moved = True
-    while moved:
-        moved = False
-        for r in range(mesh.ranks):
-            here = at(r)
-            group = mesh.group(r, here.axes) if here else []
-            if here and all(at(g) == here for g in group):
-                for g in group:
-                    left[g] -= 1
-                moved = True
-    return not any(left)
+    return _apart(texts, by_text) or (all(p.bucket == programs[0].bucket for p in programs) and not stuck(programs))
 
 
 def _apart(texts: Sequence[str], by_text: Mapping[str, Program]) -> bool:

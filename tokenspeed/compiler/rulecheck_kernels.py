@@ -44,7 +44,12 @@ class Report:
     kernels: set[str] = field(default_factory=set)
     rules: int = 0
     unsound: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)  # kernels that `unsound` is about
     seconds: float = 0.0
+
+    def blame(self, kernel: str, *rows: str) -> None:
+        self.wrong |= {kernel} if rows else set()
+        self.unsound += [f"{kernel}{row}" for row in rows]
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -125,11 +130,11 @@ def check_form(form: Form, spec: KernelSpec, report: Report) -> None:
             if (outs := declared(b, ins)) is not None:
                 report.rules += 1
                 if not row_holds(b, ins, outs, run, TOLERANCE):
-                    report.unsound.append(f"{spec.name}, {form.name}: {', '.join(combo)} on {n} ranks")
+                    report.blame(spec.name, f", {form.name}: {', '.join(combo)} on {n} ranks")
     rules = Rules()
     check_products(form, (2, 2), homes(form)[0], rules, run, torch.float32, TOLERANCE)
     report.rules += rules.rules
-    report.unsound += [f"{spec.name}, {row}" for row in rules.unsound]
+    report.blame(spec.name, *(f", {row}" for row in rules.unsound))
 
 
 def _checked(number: int) -> Report:
@@ -156,6 +161,7 @@ def check(jobs: int = 1) -> Report:
         report.kernels |= one.kernels
         report.rules += one.rules
         report.unsound += one.unsound
+        report.wrong |= one.wrong
     report.seconds = time.perf_counter() - start
     return report
 
@@ -176,7 +182,7 @@ def check_chain(spec: KernelSpec, report: Report) -> None:
             for got, right in zip(out, whole, strict=True):
                 near = torch.allclose(got, right, rtol=TOLERANCE, atol=TOLERANCE)
                 if not (near if right.is_floating_point() else torch.equal(got, right)):
-                    report.unsound.append(f"{spec.name}: not the chain on a block of {n} ranks {attrs}")
+                    report.blame(spec.name, f": not the chain on a block of {n} ranks {attrs}")
 
 
 def _gumbel_blocks(n: int) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Any]]]:

@@ -1,8 +1,10 @@
 """What the programs of several ranks must have in common, so that none waits for a collective another never calls.
 
-Invariant: ranks that meet in a collective run the same chain of them (V7), in the same bucket (V8). One program is by
-itself the same on all its ranks: no op branches on a rank. `agreement` is the set of home axes over which a program
-communicates; the scheduler keeps the buckets of the ranks along them equal.
+Invariant: ranks that meet in a collective run the same chain of them (V7), in the same bucket (V8), and, where every rank
+waits in each collective for its whole group, all come to their ends: an order that each pair of ranks shares may still go
+round in a circle over several groups (V7). One program is by itself the same on all its ranks: no op branches on a rank.
+`agreement` is the set of home axes over which a program communicates; the scheduler keeps the buckets of the ranks along
+them equal.
 """
 
 from __future__ import annotations
@@ -92,3 +94,28 @@ def verify_ranks(programs: Sequence[Program]) -> None:
                 raise VerifyError(
                     "V7", f"collective {k} of ranks {r} and {peer} differs: {a or 'none'} and {b or 'none'}"
                 )
+    if waiting := stuck(programs):
+        said = "; ".join(f"rank {r} in {m}" for r, m in waiting.items())
+        raise VerifyError("V7", f"ranks wait for each other in a circle: {said}")
+
+
+def stuck(programs: Sequence[Program]) -> dict[int, Meeting]:
+    """The collective in which each rank waits for ever, where every one waits for its whole group; empty if all come to their
+    ends."""
+    chains = [list(chain(p)) for p in programs]
+    left, mesh = [len(c) for c in chains], programs[0].plan.mesh
+
+    def at(r: int) -> Meeting | None:
+        return chains[r][-left[r]] if left[r] else None
+
+    moved = True
+    while moved:
+        moved = False
+        for r in range(mesh.ranks):
+            here = at(r)
+            group = mesh.group(r, here.axes) if here else []
+            if here and all(at(g) == here for g in group):
+                for g in group:
+                    left[g] -= 1
+                moved = True
+    return {r: m for r in range(mesh.ranks) if (m := at(r))}

@@ -110,9 +110,7 @@ class Tokenizer:
             raise StartupError(f"cannot read {file}: {fault}") from None
         config = _read_json(path / "tokenizer_config.json")
         specials = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-        eos = _read_json(path / "generation_config.json").get("eos_token_id")
-        if eos is None:
-            eos = _read_json(path / "config.json").get("eos_token_id")
+        eos = _eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")
         templates = config.get("chat_template") or {}
         if isinstance(templates, str):
             templates = {"default": templates}
@@ -123,7 +121,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens={name: value for name, value in specials.items() if value},
-            eos_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+            eos_ids=frozenset(eos),
             chat_templates=templates,
         )
 
@@ -226,6 +224,15 @@ def _name(raw: bytes) -> str:
 def _content(value: Any) -> str | None:
     """A special token of tokenizer_config.json: a string, or an object with its content."""
     return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+
+
+def _eos_ids(file: Path) -> list[int]:
+    """The ids that end a sequence as a file of a checkpoint says, none if it does not; StartupError for what is no id."""
+    given = _read_json(file).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise StartupError(f"{file}: eos_token_id is {given!r}: it must be a token id or a list of them")
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tokenspeed.ir.mesh import Mesh, Plan, make_plan
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.types import ROW_DIMS, Type
 from tokenspeed.ir.verifier import verify
+from tokenspeed.models.nn.config import Config, ConfigError
 
 SEED = 20
 BOUND = 1e-9  # of a value, relative to the largest of its kind; float64 sums in another order stay far below
@@ -95,16 +96,21 @@ def reduced(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     _fewer_a_token(config, out)
     if isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
         head = config.get(_WIDTH) or config["hidden_size"] // config["num_attention_heads"]
-        ropes = [r for name in _ROPES if isinstance(r := config.get(name), dict)]
-        part = next((float(p) for r in (*ropes, config) if (p := r.get("partial_rotary_factor"))), 1.0)
-        fit = (w for w in range(8, head, 8) if int(w * part) >= 2 and int(w * part) % 2 == 0)
-        out[_WIDTH] = min(head, next(fit, head))
+        out[_WIDTH] = min(head, next((w for w in range(8, head, 8) if _turned(config, w)), head))
         if isinstance(turned := config.get("rotary_dim"), int):
             out["rotary_dim"] = max(turned * out[_WIDTH] // head // 2 * 2, 2)
-        turns = out.get("qk_rope_head_dim") or out.get("rotary_dim") or int(out[_WIDTH] * part)
+        turns = out.get("qk_rope_head_dim") or out.get("rotary_dim") or _turned(config, out[_WIDTH])
         cut = {name: _shorter(r, turns // 2) for name in _ROPES if isinstance(r := config.get(name), dict)}
         out |= {name: r for name, r in cut.items() if r != config[name]}
     return out
+
+
+def _turned(config: Mapping[str, Any], width: int) -> int:
+    """Values of a head of `width` that the configuration's rope turns; 0 where it cannot turn so narrow a head."""
+    try:
+        return Config({**config, _WIDTH: width}).rotary_dim()
+    except ConfigError:
+        return 0
 
 
 def _fewer_a_token(config: Mapping[str, Any], out: dict[str, Any]) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tokenspeed import _cpu
 from tokenspeed.kernels.arguments import fail
+from tokenspeed.kernels.elementwise import register_cpu
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 PARAM_WORDS = 16
 TOP_LOGPROBS = 20
@@ -123,16 +124,5 @@ def register(registry: Registry, capability: Capability) -> None:
         ("merge_argmax", merge_argmax, ("x",)),
         ("sample", sample, ("x",)),
     ):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=(dict.fromkeys(roles, _F32),),
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=op != "merge_argmax",
-                tags=frozenset({"determinism"}),
-            )
-        )
+        same = (dict.fromkeys(roles, _F32),)
+        register_cpu(registry, capability, op, fn, same, native=op != "merge_argmax")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tokenspeed import _cpu
 from tokenspeed.kernels.arguments import CODE, fail
-from tokenspeed.kernels.elementwise import register_elementwise
+from tokenspeed.kernels.elementwise import register_cpu, register_elementwise
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority
+from tokenspeed.kernels.spec import Capability
 
 MAX_TAPS = 8  # csrc/types.h kMaxTaps
 F32 = frozenset({"float32"})
@@ -112,17 +112,4 @@ def register(registry: Registry, capability: Capability) -> None:
         ("decay", decay, ({"x": DENSE, "w": F32, "out": F32},), ""),
         ("l2_norm", l2_norm, ({"x": DENSE, "out": F32},), ""),
     ):
-        registry.register(
-            KernelSpec(
-                name=f"cpu.{op}",
-                op=op,
-                solution="cpu",
-                fn=fn,
-                signatures=signatures,
-                priority=Priority.PERFORMANT,
-                capability=capability,
-                native=True,
-                tags=frozenset({"determinism"}),
-                summary=summary,
-            )
-        )
+        register_cpu(registry, capability, op, fn, signatures, summary=summary)

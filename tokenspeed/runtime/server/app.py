@@ -69,6 +69,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         check_model(model_id)
         return json_response(model_object())
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         response = json_response({"status": life.phase})
