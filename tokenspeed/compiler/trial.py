@@ -110,7 +110,8 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
                 ports["last"][out] = pick
                 row = params[out]
                 row[Word.FLAGS] = int(Flag.VALID | (Flag.GREEDY if seeds is None else 0))
-                row[Word.POSITION], row[Word.SLOT] = int(ports["pos"][g * bucket + pick]) + 1, i
+                after = 2 if "drafted" in p.bucket else 1  # a drafted token follows the one that follows its row
+                row[Word.POSITION], row[Word.SLOT] = int(ports["pos"][g * bucket + pick]) + after, i
                 row[Word.SEED_LO] = seeds[number] if seeds else 0
                 row[Word.TEMPERATURE], row[Word.TOP_P], row[Word.REPETITION] = floats[0], floats[1], floats[2]
                 out += 1
