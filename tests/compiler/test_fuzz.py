@@ -39,6 +39,7 @@ def test_programs_vary() -> None:
         "place(",
         "silu(",
         "RMSNorm(",
+        "LayerNorm(",
         "bias=",
         "select_rows",
         "argmax:vp",

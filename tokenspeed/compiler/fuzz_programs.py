@@ -207,7 +207,8 @@ class _Leaf:
             w = rng.choice([w for w in others if self.values[w].pending == k.pending])
             self.add("{0} + {1}", (v, w), k)
         elif choice == "norm" and not k.pending and k.dims != "f":
-            self.add("self.p({0})", (v,), k, f'RMSNorm("{"h" if k.dims == "h" else "d"}", 1e-5)')
+            norm = "LayerNorm" if len(self.values) % 3 == 0 else "RMSNorm"
+            self.add("self.p({0})", (v,), k, f'{norm}("{"h" if k.dims == "h" else "d"}", 1e-5)')
         elif choice == "place" and k.pending:
             kind = replace(k, pending=k.pending[1:])
             self.add(f'place({{0}}, "{kind.spec(self.rows)}")', (v,), kind)
