@@ -73,6 +73,11 @@ fuzz: install ## 10,000 random programs, and all mutants of golden programs
 	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000 --jobs $(JOBS)
 	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000 --jobs $(JOBS)
 
+.PHONY: cute
+cute: install ## CuTe DSL, and its kernels compiled ahead of time for sm_90a and sm_100a
+	$(BIN)/pip install --quiet -c constraints.txt "nvidia-cutlass-dsl==4.8.1"
+	$(BIN)/python -m tokenspeed.kernels.cute
+
 bench-cpu: install ## decode speed beside transformers and the memory read ceiling
 	$(BIN)/python benchmarks/cpu_decode.py
 

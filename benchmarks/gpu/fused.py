@@ -16,6 +16,11 @@ NAN = float("nan")
 DEVICE = torch.device("cuda")
 
 
+# hidden, heads' width, half of gate and up, width of queries, keys and values
+CHAINS = ((1024, 2048, 3072, 4096), (4096, 4096, 14336, 6144), (256, 256, 512, 384), (64, 64, 64, 16), (960, 576, 1536, 960),
+          (2048, 2048, 8192, 2568), (5120, 4096, 13824, 6144))  # fmt: skip
+
+
 class Runner(Protocol):
     def verify(self, name: str, case: Callable[[], float]) -> None: ...
 
@@ -31,6 +36,9 @@ def verify_fused(run: Runner, dtype: torch.dtype) -> None:
         for rows in (0, 1, 15, 16, 17, 33, 64):
             for f, k in ((3072, 1024), (14336, 4096), (1000, 1000)):
                 run.verify(f"linear_silu_mul [{rows}, {k}] x 2 x {f}", lambda a=(rows, f, k): _gated(*a))  # type: ignore[misc]
+        for shape in CHAINS:
+            for rows in (0, 1, 2, 3, 7, 8, 9, 16):
+                run.verify(f"linear_chain {rows} x {shape}", lambda a=(rows, *shape): _chain(*a))  # type: ignore[misc]
 
 
 def _with_device(call: Callable[..., Any], *args: Any, **attrs: Any) -> Any:
@@ -83,3 +91,31 @@ def _gated(rows: int, f: int, k: int) -> float:
     gate, up = (x.double() @ w.double().t()).abs().chunk(2, 1)
     allowed = 4 * 2.0**-8 * (gate + 1) * (up + 1)
     return float(((outs[0].double() - want.double()).abs() / allowed).max())
+
+
+def _chain(t: int, h: int, k: int, f: int, n: int) -> float:
+    """Beside float32, in units of what the chain of separate kernels' rounding costs; three runs alike."""
+
+    def rand(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=DEVICE) / shape[-1] ** 0.5).to(torch.bfloat16)
+
+    def weight() -> Tensor:
+        return (torch.rand(h, device=DEVICE) + 0.5).to(torch.bfloat16)
+
+    args = [rand(t, k), rand(h, k), rand(t, h) * 30, weight(), rand(2 * f, h), rand(h, f), weight(), rand(n, h)]
+    exact = _with_device(FUSED["linear_chain"], *(a.float() for a in args), eps=1e-6)
+    apart = _with_device(FUSED["linear_chain"], *args, eps=1e-6)
+    runs = []
+    for _ in range(3):
+        out = tuple(torch.full((t, w), NAN, dtype=torch.bfloat16, device=DEVICE) for w in (h, n))
+        K.get("gluon.linear_chain").fn(*args, eps=1e-6, out=out)
+        runs.append(out)
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True)), "two runs differ"
+    if not t:
+        return 0.0
+    worst = 0.0
+    for got, want, beside in zip(runs[0], exact, apart, strict=True):
+        scale = want.abs().max()
+        allowed = 2 * (beside.float() - want).abs().max() / scale + 0.004
+        worst = max(worst, float((got.float() - want).abs().max() / scale / allowed))
+    return worst

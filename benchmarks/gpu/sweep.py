@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernels import BF16, DEVICE, ints, rand, sets_for, timed
+from benchmarks.gpu.run import BF16, DEVICE, ints, rand, sets_for, timed
 from tokenspeed.kernels import launch as launching
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.gemm import triton as gemm

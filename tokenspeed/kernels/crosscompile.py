@@ -293,7 +293,9 @@ def compile_for(variant: Variant, target: str) -> Report:
     kind = GluonASTSource if variant.launch.kernel.is_gluon() else ASTSource
     source = kind(variant.launch.kernel, variant.signature, constants, variant.attrs)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    registers, spilled = _amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _nvidia(compiled.asm["cubin"])
+    registers, spilled = (
+        _amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else cubin_usage(compiled.asm["cubin"])
+    )
     metadata: Any = compiled.metadata
     return Report(
         variant.launch.kernel.__name__, variant.use, target, registers, metadata.shared, spilled, metadata.num_warps,
@@ -305,7 +307,7 @@ _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # EIATTR_FRAME_SIZE, EIATTR_REGCOUNT of a 
 _SIZED_VALUE = 4  # EIFMT_SVAL: a 16-bit size and as many bytes; the other formats take two bytes
 
 
-def _nvidia(cubin: bytes) -> tuple[int, int]:
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
     """(registers a thread, stack bytes a thread) of the one kernel of a cubin, read from its ELF attributes.
 
     What a kernel of ours keeps on the stack is what the assembler spilled: none calls a function or indexes an array.

@@ -119,6 +119,13 @@ def register(registry: Registry) -> None:
         pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
     )  # fmt: skip
 
+    for op in ("rms_norm", "add_rms_norm"):
+        _add(
+            registry, f"cute_dsl.{op}", op, "cute_dsl", "norm.cute", ("cute", "norm.cute_kernels", "norm.triton"),
+            (dict.fromkeys(op_of(op).roles, frozenset({"bfloat16"})),),
+            priority=Priority.PORTABLE, capability=Capability("cuda", min_arch=90, max_arch=100),
+            summary="a block a row, compiled ahead of time; other shapes take the Triton kernel",
+        )  # fmt: skip
     _add(
         registry, "gluon.linear_chain", "linear_chain", "gluon", "gemm.chain", ("gemm.triton", "norm.triton"),
         (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
