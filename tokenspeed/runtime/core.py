@@ -1,7 +1,8 @@
 """The engine core: the C++ scheduler, the ranks' executors, and the ONE loop that drives them.
 
 Invariant: the loop plans, launches, collects and reports; nothing else decides what runs or ends. With depth 1 a step is
-planned and launched while the previous one's tokens are still out; with depth 0 it is the same loop, synchronous.
+planned and launched while the previous one's tokens are still out, as late as that is safe (pace.py); with depth 0 it is the
+same loop, synchronous.
 Every request ends with exactly one delta that carries a finish reason, except those the front itself finished or aborted.
 """
 
@@ -31,6 +32,7 @@ from tokenspeed.runtime.messages import (
     TokenDelta,
     TokenLogprob,
 )  # fmt: skip
+from tokenspeed.runtime.pace import Pace
 from tokenspeed.runtime.ranks import Ranks
 from tokenspeed.runtime.sampling_state import SamplingTable
 from tokenspeed.runtime.transport import Inbox, Outbox
@@ -64,20 +66,34 @@ class EngineLoop:
         self.table = SamplingTable(built.vocab_size)
         self.depth, self.inbox, self.outbox = depth, inbox, outbox
         self.flying: deque[tuple[Any, Callable[[], list[StepResult]]]] = deque()
-        self.silent: set[int] = set()  # ended by the front: no more deltas
         self.announced: set[int] = set()  # whose cached tokens were reported
+        self.pace = Pace()
         self.running = True
         self.reported = True  # whether the front has seen the scheduler as it stands
 
     def run(self) -> None:
         while self.running:
             self._messages()
-            while self.running and len(self.flying) <= self.depth and self._launch():
-                pass
+            if not self.running or self._waits():
+                continue
+            if len(self.flying) <= self.depth and self._launch():
+                continue
             if self.flying:
                 self._collect()
         while self.flying:
             self._collect()
+
+    def _waits(self) -> bool:
+        """Whether the next step is not due yet, with only the running one ahead of it: then a message is waited for."""
+        if not 0 < len(self.flying) <= self.depth:
+            return False
+        rest = self.pace.rest(self.flying[0][0].bucket)
+        if rest <= 0:
+            return False
+        message = self.inbox.get(rest)
+        if message is not None:
+            self._handle(message)
+        return True
 
     # ---- messages ----
 
@@ -155,12 +171,14 @@ class EngineLoop:
         if plan is None:
             return False
         params, variant, ops = self.table.rows(plan)
+        self.pace.launched(alone=not self.flying)
         self.flying.append((plan, self.ranks.launch(self.ranks.publish(plan, params, variant, ops))))
         return True
 
     def _collect(self) -> None:
         plan, wait = self.flying.popleft()
         results = wait()
+        self.pace.finished(plan.bucket)
         tokens = np.concatenate([r.tokens for r in results])
         outputs = self.scheduler.advance(plan.step, tokens)
         rows = (
