@@ -10,7 +10,6 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from tokenspeed.kernels.target import OLDEST
 from tokenspeed.runtime import options
 from tokenspeed.runtime.options import at_least, option
 
@@ -41,7 +40,11 @@ def _model_len(value: int) -> str | None:
 
 def _device(value: str) -> str | None:
     known = re.fullmatch(r"auto|cpu|cuda(?::(\d{2,3}))?", value)
-    if known and (known[1] is None or int(known[1]) >= OLDEST):
+    if known and known[1] is None:
+        return None
+    from tokenspeed.kernels.target import OLDEST  # with it comes torch, which a client of a server does without
+
+    if known and int(known[1]) >= OLDEST:
         return None
     return f"must be auto, cpu, cuda or cuda:ARCH with an architecture from {OLDEST} on, as in cuda:90"
 
