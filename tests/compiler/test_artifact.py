@@ -66,7 +66,7 @@ def test_the_reduced_program_has_the_redistributions_of_the_real_one(monkeypatch
         assert any(moves(q, 0) == moves(p, 0) and moves(q, 1) == moves(p, 2) for q in seen)
 
 
-def test_a_wrong_program_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_program_gets_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:  # vllm#56900
     """V17: attention of the plan scales its scores by another factor than one rank's."""
     build = certify.build
 

@@ -72,7 +72,7 @@ def test_buffers_that_never_meet_may_share_a_place() -> None:
         ("Qwen3Moe", "dp=2,tp=2", "ep=dp*tp"),
     ],
 )  # fmt: skip
-def test_the_arena_is_known_before_it_is_asked_for(family: str, mesh: str, axes: str) -> None:
+def test_the_arena_is_known_before_it_is_asked_for(family: str, mesh: str, axes: str) -> None:  # vllm#37461
     """Emission, which knows rank, page size and context length, plans the bytes that the artifact states."""
     binder = Binder()
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}

@@ -86,7 +86,7 @@ def test_a_program_without_types_reads_back_whole() -> None:
     assert bare.types == parse_program(text).types
 
 
-def test_ranks_that_meet_run_one_bucket_and_one_order() -> None:
+def test_ranks_that_meet_run_one_bucket_and_one_order() -> None:  # sglang#37561
     apart = compile_tiny(tiny(), "dp=2,tp=2", "", [(4, 4), (8, 4)], variants=("gumbel",))
     joined = compile_tiny(tiny(), "dp=2,tp=2", "vp=dp*tp", [(4, 4), (8, 4)], variants=("gumbel",))
     small, large = (parse_program(apart.texts["gumbel", b]) for b in (4, 8))

@@ -23,7 +23,7 @@ from tokenspeed.models.nn import ConfigError
         ("dp=2,tp=2", {"attention_bias": True, "mlp_bias": True}),
     ],
 )
-def test_each_checkpoint_entry_is_held_as_often_as_its_type_says(mesh: str, over: dict) -> None:
+def test_each_checkpoint_entry_is_held_as_often_as_its_type_says(mesh: str, over: dict) -> None:  # vllm-gguf-plugin#103
     m = compile_tiny(tiny(**over), mesh).weights
     verify_weights(m)
     entry = next(e for e in m.entries if e.segments and e.name.endswith("qkv"))

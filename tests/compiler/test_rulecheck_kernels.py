@@ -22,7 +22,7 @@ def test_kernels_compute_what_the_rules_say() -> None:
     assert report.rules > 300
 
 
-def test_a_kernel_that_forgets_its_offset_is_caught() -> None:
+def test_a_kernel_that_forgets_its_offset_is_caught() -> None:  # warp#1851
     form = next(f for f in FORMS if f.op == "select_rows")
     right = candidates(form.op)[0]
 

@@ -142,6 +142,6 @@ def test_their_words() -> None:
     check("rules.txt", "\n".join(lines) + "\n")
 
 
-def test_a_call_without_a_kernel_is_refused() -> None:
+def test_a_call_without_a_kernel_is_refused() -> None:  # pytorch#185074
     with pytest.raises(VerifyError, match="V12 no kernel is bound to rms_norm"):
         verify_kernels({}, "cpu", needed=["rms_norm|x=float32|tokens=4"])

@@ -336,7 +336,7 @@ def test_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  #
 )
 def test_heads_that_do_not_divide_are_replicated_or_padded(
     tmp_path: Path, heads: int, kv: int, ranks: int, padded_heads: int, padded_kv: int, copies: int
-) -> None:  # torchtitan#2577
+) -> None:  # torchtitan#2577, torchtitan#2574, vllm#1735
     config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv, hidden_size=48)
     path = save_model(tmp_path, config, tiny_weights(config))
     compiled = compile_options(EngineConfig(str(path), mesh=f"tp={ranks}", buckets=[1, 8]))

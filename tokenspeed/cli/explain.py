@@ -69,9 +69,8 @@ def _programs(folder: str, args: argparse.Namespace) -> tuple[Any, dict[str, dic
     }
     if not programs:
         have = sorted({e["bucket"]["t"] for e in info["programs"].values()})
-        raise ArtifactError(
-            f"{folder} has no program for bucket {args.bucket} {args.variant or ''}; its buckets are {have}"
-        )
+        asked = f"bucket {args.bucket}" + (f", {args.variant}" if args.variant else "")
+        raise ArtifactError(f"{folder} has no program for {asked}; its buckets are {have}")
     return artifact, dict(
         sorted(programs.items(), key=lambda item: (item[1]["variant"] != "gumbel", item[1]["bucket"]["t"]))
     )

@@ -65,10 +65,10 @@ class Explainer:
             if n.op == "call":
                 leaf, where = p.leaves[n.attrs["leaf"]], n.attrs["path"] + "/"
                 for inner in moving[n.attrs["leaf"]]:
-                    self._row(p, inner, leaf.types, where, ("P010", "the author placed it so"))
+                    self._row(p, inner, leaf.types, where, ("place", "the author placed it so"))
                     self._exchange(p, inner, leaf, where)
             elif isinstance(OPS[n.op], Redistribute):
-                who = n.note.rpartition(" for ")[2]
+                who = _consumer(n)
                 self._row(p, n, p.types, "", _rule(p, n, makers.get(who), p.params, memo))
         self.pending: dict[str, int] = {}
         for t in p.types.values():
@@ -80,7 +80,7 @@ class Explainer:
         if not isinstance(OPS.get(n.op), Redistribute):
             return
         before, after = types[n.inputs[0]], types[n.outputs[0]]
-        who = n.note.rpartition(" for ")[2] or "place"
+        who = _consumer(n)
         row = {
             "value": f"{where}{n.outputs[0]}", "edge": f"{where}{n.inputs[0]} -> {who}",
             "from": before.text(p.plan), "to": after.text(p.plan), "op": n.op,
@@ -154,13 +154,18 @@ def _rule(
     return memo[key]
 
 
+def _consumer(n: Node) -> str:
+    """Whom a redistribution serves, by its note; "place" where the author wrote it."""
+    return n.note.rpartition(" for ")[2] if " for " in n.note else "place"
+
+
 def _reason(n: Node, before: Type) -> str:
-    who = n.note.rpartition(" for ")[2]
+    who = "the author" if (who := _consumer(n)) == "place" else who
     if before.pending and n.op in ("all_reduce", "reduce_scatter"):
-        return f"pending {before.kind} over {','.join(n.attrs['axes'])}, and {who or 'place'} needs it complete"
+        return f"pending {before.kind} over {','.join(n.attrs['axes'])}, and {who} needs it complete"
     if n.op == "all_gather":
-        return f"rows or columns are spread over {','.join(n.attrs['axes'])}, and {who or 'place'} needs them whole"
-    return f"{who or 'place'} wants its part only" if n.op == "slice" else f"joins a pending sum at {who or 'place'}"
+        return f"rows or columns are spread over {','.join(n.attrs['axes'])}, and {who} needs them whole"
+    return f"{who} wants its part only" if n.op == "slice" else f"joins a pending sum at {who}"
 
 
 def explain_text(info: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ whole, P pending, a dim's name: sharded on it). A redistribution also says which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tokenspeed.compiler.artifact import ArtifactError
@@ -97,12 +98,12 @@ def diff(a: dict[str, Any], b: dict[str, Any]) -> str:
     """What changed from the explanation of one artifact to another's, program by program."""
     lines: list[str] = []
     mine, theirs = a["programs"], b["programs"]
-    for name in (*mine, *(n for n in theirs if n not in mine)):
+    for name in sorted({*mine, *theirs}, key=_order(mine | theirs)):
         if name not in mine or name not in theirs:
             lines.append(f"{name}: only in the {'first' if name in mine else 'second'}")
             continue
         x, y = mine[name], theirs[name]
-        changed = [f"{k} {round(x[k], 1)} -> {round(y[k], 1)}{unit}" for k, unit in _TOTALS if x[k] != y[k]]
+        changed = [f"{k} {x[k]:.10g} -> {y[k]:.10g}{unit}" for k, unit in _TOTALS if x[k] != y[k]]
         if (p := a["cost_us"][name]) != (q := b["cost_us"][name]):
             changed.append(f"step {p:.1f} -> {q:.1f} us")
         before, after = (_edges(e) for e in (x, y))
@@ -112,6 +113,11 @@ def diff(a: dict[str, Any], b: dict[str, Any]) -> str:
         if changed or rows:
             lines += [f"{name}: {', '.join(changed) or 'totals alike'}", *rows]
     return "\n".join(lines) or "no difference: same collectives, bytes, times and arenas in every program"
+
+
+def _order(programs: dict[str, Any]) -> Callable[[str], tuple[bool, int]]:
+    """As `explain` prints them: by variant, then by bucket."""
+    return lambda name: (programs[name]["variant"] != "gumbel", programs[name]["bucket"]["t"])
 
 
 def _edges(info: dict[str, Any]) -> dict[str, str]:

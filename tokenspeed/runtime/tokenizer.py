@@ -164,8 +164,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if path.suffix == ".gguf":
         return Tokenizer.from_gguf(path)
     if not path.is_dir():
+        server = "; a server is talked to with `tokenspeed chat --url URL`" if "://" in source else ""
         raise StartupError(
-            f"{source} is no directory, .gguf file or `smollm2`: no model or tokenizer can be read there"
+            f"{source} is no directory, .gguf file or `smollm2`: no model or tokenizer can be read there{server}"
         )
     if (path / "tokenizer.json").is_file():
         return Tokenizer.from_directory(path)
