@@ -112,6 +112,8 @@ def test_ropes_that_cannot_be_name_their_field(
         ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": "x"}}, "rope_parameters"),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": "true"}, "norm_topk_prob"),
         ("Glm4MoeForCausalLM", {"n_group": 5}, "n_group"), ("Glm4MoeForCausalLM", {"topk_group": 9}, "topk_group"),
+        ("Qwen3NextForCausalLM", {"intermediate_size": None}, "intermediate_size"), ("Qwen3NextForCausalLM", {"head_dim": 7}, "head_dim"),
+        ("Qwen3_5ForCausalLM", {"num_key_value_heads": 7}, "num_key_value_heads=7"),
         ("DeepseekV3ForCausalLM", {"topk_group": 1, "num_experts_per_tok": 7}, "topk_group"),
         ("DeepseekV3ForCausalLM", {"n_shared_experts": -1}, "n_shared_experts"),
         ("DeepseekV3ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "mscale_all_dim": 1.0}}, "factor"),

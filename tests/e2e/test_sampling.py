@@ -166,6 +166,17 @@ def test_penalties_are_of_the_raw_logits(engine: Engine) -> None:
         counts[entry.token_id] += 1
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": -2.0}, {"frequency_penalty": -2.0}, {"repetition_penalty": 0.01}]
+)
+def test_chunks_of_a_prompt_sample_nothing_that_counts(model: Path, penalty: dict[str, float]) -> None:
+    """The row of a chunk that does not end its prompt is a hole: token 0 is not among the output for it."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias={0: 4.0}, **penalty)
+    prompt = [token % 251 + 1 for token in range(7, 107)]
+    with start(model, buckets=[128], max_num_batched_tokens=128) as whole, start(model, buckets=[1, 16]) as chunks:
+        assert ids(chunks, prompt, params) == ids(whole, prompt, params)
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 

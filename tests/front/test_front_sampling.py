@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
         *[("top_p", value) for value in (0, 1.5, NAN)],
         *[("min_p", value) for value in (-0.1, 1.1, NAN)],
         *[("top_k", value) for value in (-2, 1.0, True)],
-        *[("repetition_penalty", value) for value in (0, -1, NAN, INF)],
+        *[("repetition_penalty", value) for value in (0, -1, 1e-300, 0.009, 101, NAN, INF)],
         *[("presence_penalty", value) for value in (2.1, -2.1, NAN)],
         *[("frequency_penalty", value) for value in (2.1, -2.1, NAN)],
         *[("n", value) for value in (0, -1, 129, 1.0)],

@@ -65,6 +65,17 @@ def test_a_wrong_plan_names_the_axis(mesh: str, axes: str, code: str) -> None:
     assert e.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axes", "same", "axes_of_same"),
+    [
+        ("a=1,b=2", "tp=a*b,mlp=b*a,vp=a", "b=2", "tp=b,mlp=b,vp=1"), ("dp=1,tp=2", "ep=dp*tp", "tp=2", "ep=tp"),
+        ("mlp=1,tp=2", "", "tp=2", "mlp=1"), ("etp=1,tp=2", "ep=1", "tp=2", "ep=1,etp=1"), ("a=1", "tp=a", "", ""),
+    ],
+)  # fmt: skip
+def test_an_axis_of_one_rank_vanishes_from_every_product(mesh: str, axes: str, same: str, axes_of_same: str) -> None:
+    assert make_plan(parse_mesh(mesh), axes) == make_plan(parse_mesh(same), axes_of_same)
+
+
 def test_a_plan_with_split_axes_reads_back() -> None:
     plan = make_plan(parse_mesh("dp=2,tp=8"), "vp=dp*tp").split("tp", (2, 4))
     assert parse_plan(plan.describe()) == plan

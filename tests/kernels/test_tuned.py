@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.tiny import tiny_model
+from tokenspeed import Engine, SamplingParams
 from tokenspeed import kernels as K
+from tokenspeed.cli import main
 from tokenspeed.kernels import tuned
 from tokenspeed.kernels.tuned import Entry, TunedTable
 from tokenspeed.runtime import tuning
@@ -54,6 +58,60 @@ def test_a_table_reads_as_it_was_written_and_keeps_what_was_not_measured_again(t
         ("cpu.linear", (1, 8)),
         ("torch.linear", (9, 16)),
     }
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "", "{", "[]", '{"device": "cpu"}', '{"device": "cpu", "entries": null}', '{"device": "cpu", "entries": "abc"}',
+        {"us": float("nan")}, {"us": -1}, {"us": "x"}, {"traits": {"tokens": "18"}}, {"traits": {"tokens": [1]}},
+        {"traits": {"tokens": [8, 1]}}, {"traits": {"tokens": [True, 2]}}, {"signature": ["a"]},
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_refused_by_name(broken: str | dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    entry = {"op": "linear", "signature": {}, "traits": {}, "kernel": "torch.linear", "us": 1.0}
+    path.write_text(broken if isinstance(broken, str) else json.dumps({"device": "", "entries": [entry | broken]}))
+    with pytest.raises(tuned.SettingsError, match=r"tuned table .*table\.json.*kernels tune"):
+        TunedTable.load(path)
+
+
+def test_settings_that_cannot_be_end_a_compilation_and_not_an_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is bound is checked without asking what would be chosen now."""
+    asked = ["compile", str(tiny_model(tmp_path / "model")), "--device", "cpu", "--buckets", "1", "--no-certificate"]
+    assert main([*asked, "-o", str(tmp_path / "whole")]) == 0
+    (tmp_path / "table.json").write_text("{")
+    for variable, value, word in (
+        ("TOKENSPEED_KERNEL_TUNED", str(tmp_path / "table.json"), "tuned table"),
+        ("TOKENSPEED_KERNEL_CONFIG", str(tmp_path / "none.json"), "kernel config file"),
+        ("TOKENSPEED_KERNEL_OVERRIDE_GEMM_LINEAR", "quick", "'quick'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            capsys.readouterr()
+            assert main([*asked, "-o", str(tmp_path / "none")]) == 1
+            assert word in capsys.readouterr().err
+            options = {"core": "inproc", "num_pages": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+            with Engine(model=str(tmp_path / "whole"), **options) as engine:
+                params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+                assert len(engine.generate(input_ids=[5], sampling_params=params).token_ids) == 2
+
+
+def test_one_rank_is_timed_and_a_table_has_a_place_to_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tiny_model(tmp_path / "model"))
+    (tmp_path / "other.json").write_text("{}")
+    asked = [model, "--device", "cpu", "--buckets", "1", "--num-pages", "4", "--context", "9"]
+    for more, word in (
+        (["bench", *asked, "-tp", "2"], "one rank"), (["tune", *asked, "--mesh", "dp=2", "--out", str(tmp_path / "t.json")], "one rank"),
+        (["bench", *asked, "--context", "100"], "--context"), (["tune", *asked, "--out", str(tmp_path)], "--out"),
+        (["tune", *asked, "--out", str(tmp_path / "other.json")], "tuned table"),
+        (["tune", *asked, "--out", str(tmp_path / "other.json" / "x.json")], "--out"),
+        (["verify", "--cache", str(tmp_path / "other.json")], "--cache"),
+    ):  # fmt: skip
+        assert main(["kernels", *more]) == 2
+        assert word in capsys.readouterr().err
 
 
 def request(tokens: int, k: int = 64) -> str:

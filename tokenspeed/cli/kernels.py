@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where a kernel does not compute what its op means. OptionError for a request that cannot be."""
-    if args.what == "explain":
-        return _explain(args)
-    return {"verify": _verify, "bench": _bench, "tune": _tune, "list": _list}[args.what](args)
+    from tokenspeed.kernels.tuned import SettingsError
+
+    try:
+        return {"explain": _explain, "verify": _verify, "bench": _bench, "tune": _tune, "list": _list}[args.what](args)
+    except SettingsError as error:
+        raise OptionError(str(error)) from None
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -150,12 +154,11 @@ def _verify(args: argparse.Namespace) -> int:
     from tokenspeed.compiler.rulecheck_kernels import check
     from tokenspeed.kernels.registry import default_registry
 
+    path = _writable("--cache", Path(args.cache).expanduser() / RECORD)
     report = check()
     bad, good = report.wrong, sorted(report.kernels - report.wrong)
     registry = default_registry()
     known = _record(args.cache) | {name: registry.get(name).source_hash for name in good}
-    path = Path(args.cache).expanduser() / RECORD
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({k: v for k, v in known.items() if k not in bad}, indent=1, sort_keys=True) + "\n")
     if args.json:
         print(json.dumps(report.summary() | {"verified": good, "wrong": report.unsound}, indent=1))
@@ -195,6 +198,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     config = _engine(args)
     path = Path(args.out).expanduser() if args.out else cached_path(target_of(device_of(config)).name)
+    _writable("--out", path)
     before = TunedTable.load(path) if path.exists() else None
     table = tune(config, args.context, _say)
     if not table.entries:
@@ -202,7 +206,6 @@ def _tune(args: argparse.Namespace) -> int:
             f"no call of these steps has a second kernel on {table.device} that computes as exactly: nothing to choose"
         )
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text((table.over(before) if before else table).dump())
     for e in table.entries:
         low, high = e.traits["tokens"]
@@ -216,6 +219,17 @@ def _engine(args: argparse.Namespace) -> EngineConfig:
     if args.context < 1:
         raise OptionError(f"--context is {args.context}: at least one token")
     return options.from_args(EngineConfig, args)
+
+
+def _writable(flag: str, path: Path) -> Path:
+    """The path, its folder made; asked before minutes are spent on what is to be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{flag}: {path} cannot be written: {error}") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"{flag}: {path} cannot be written: name a file in a folder of yours")
+    return path
 
 
 def _say(text: str) -> None:

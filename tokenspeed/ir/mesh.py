@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -29,11 +29,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*$")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Physical axes in order, e.g. (("dp", 2), ("tp", 4)). Sizes are ranks; size-1 axes are dropped."""
+    """Physical axes in order, e.g. (("dp", 2), ("tp", 4)). Sizes are ranks; size-1 axes are dropped, but for their names."""
 
     axes: tuple[tuple[str, int], ...] = ()
+    alone: frozenset[str] = field(default=frozenset(), init=False, compare=False)  # axes of size 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "alone", frozenset(a for a, n in self.axes if n == 1))
         object.__setattr__(self, "axes", tuple((a, n) for a, n in self.axes if n != 1))
 
     @cached_property
@@ -220,13 +222,14 @@ def parse_plan(text: str) -> Plan:
 
 
 def make_plan(mesh: Mesh, axes: str = "") -> Plan:
-    """Maps logical axes to the mesh: `axes` like `"ep=dp*tp,mlp=tp"`; a mesh axis maps to itself, the rest by default.
+    """Maps logical axes to the mesh: `axes` like `"ep=dp*tp,mlp=tp"`; a mesh axis maps to itself (to
+    none where it is of size 1), the rest by default.
 
     Raises PlanError P034 for an unknown axis, P031 for an axis used twice in one product.
     """
     given = _parse_pairs(axes, "--axes")
     names = set(mesh.names)
-    expr = DEFAULT_AXES | {a: a for a in mesh.names} | given
+    expr = DEFAULT_AXES | dict.fromkeys(mesh.alone & set(DEFAULT_AXES), "1") | {a: a for a in mesh.names} | given
     logical: dict[str, Axes] = {}
 
     def resolve(name: str, seen: tuple[str, ...]) -> Axes:
@@ -237,7 +240,7 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
         out: list[str] = []
         for term in expr[name].split("*"):
             term = term.strip()
-            if term == "1":
+            if term == "1" or (term in mesh.alone and term not in expr):
                 continue
             if term in names and (term == name or term not in given):
                 out.append(term)
@@ -255,6 +258,6 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
 
     for name in expr:
         resolve(name, ())
-    if "etp" not in given and "etp" not in names:
+    if "etp" not in given and "etp" not in names | mesh.alone:
         logical["etp"] = tuple(a for a in logical["etp"] if a not in logical["ep"])
     return Plan(mesh, logical, {})

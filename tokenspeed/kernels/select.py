@@ -29,7 +29,7 @@ from tokenspeed.kernels.ops import OPS, Op, op_of
 from tokenspeed.kernels.registry import Registry, default_registry
 from tokenspeed.kernels.spec import OBJECTIVES, KernelSpec, Objective, TraitValue
 from tokenspeed.kernels.target import Target, miss, target_of
-from tokenspeed.kernels.tuned import TunedTable, table_for
+from tokenspeed.kernels.tuned import SettingsError, TunedTable, table_for
 
 CONFIG_VARIABLE = "TOKENSPEED_KERNEL_CONFIG"
 TUNED_VARIABLE = "TOKENSPEED_KERNEL_TUNED"
@@ -109,8 +109,8 @@ def select(
     override: str | None = None,
     registry: Registry | None = None,
 ) -> KernelSpec:
-    """The kernel to run `op` with; SelectionError naming every candidate's reason where none can."""
-    candidates = explain(
+    """The kernel to run `op` with. Raises SelectionError naming every candidate's reason where none can, and SettingsError."""
+    found = explain(
         op,
         signature=signature,
         traits=traits,
@@ -119,7 +119,7 @@ def select(
         override=override,
         registry=registry,
     )
-    return next(candidate.spec for candidate in candidates if candidate.chosen_by)
+    return next(candidate.spec for candidate in found if candidate.chosen_by)
 
 
 def explain(
@@ -134,14 +134,30 @@ def explain(
 ) -> list[Candidate]:
     """Every kernel of `op`, the chosen one first, then the eligible by score, then the rest with their reasons.
 
-    Raises SelectionError where nothing is eligible or an override is refused.
+    Raises SelectionError where nothing is eligible or an override is refused, SettingsError for a file that cannot be read.
     """
     request = _request(op, signature, traits or {}, device, objective)
-    registry = default_registry() if registry is None else registry
-    judged = sorted((_judge(spec, request) for spec in registry.of(op)), key=_order)
+    judged = _judged(request, registry)
     chosen, level = _choose(judged, request, override)
     rest = [candidate for candidate in judged if candidate is not chosen]
     return [replace(chosen, chosen_by=level), *rest]
+
+
+def candidates(
+    op: str,
+    *,
+    signature: Mapping[str, str],
+    traits: Mapping[str, TraitValue],
+    device: str,
+    registry: Registry | None = None,
+) -> list[Candidate]:
+    """Every kernel of `op`, whether it can run the request and why not; nothing is chosen, so no setting is asked."""
+    return _judged(_request(op, signature, traits, device, "default"), registry)
+
+
+def _judged(request: Request, registry: Registry | None) -> list[Candidate]:
+    registry = default_registry() if registry is None else registry
+    return sorted((_judge(spec, request) for spec in registry.of(request.op.name)), key=_order)
 
 
 def _request(
@@ -244,15 +260,15 @@ def _config_overrides(path: Path | None) -> Mapping[str, str]:
     try:
         content: object = json.loads(where.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"kernel config file {where}: {error}") from error
+        raise SettingsError(f"kernel config file {where}: {error}") from error
     overrides: object = content.get("overrides") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(overrides, dict):
-        raise ValueError(f'kernel config file {where} must hold {{"overrides": {{"family/mode": "kernel"}}}}')
+        raise SettingsError(f'kernel config file {where} must hold {{"overrides": {{"family/mode": "kernel"}}}}')
     known = {entry.key for entry in OPS.values()}
     out: dict[str, str] = {}
     for key, value in overrides.items():  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(key, str) or not isinstance(value, str) or key not in known:
-            raise ValueError(
+            raise SettingsError(
                 f"kernel config file {where}: '{key}: {value}' names no family/mode; known: {sorted(known)}"
             )
         out[key] = value

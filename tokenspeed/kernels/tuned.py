@@ -19,6 +19,10 @@ from typing import Any
 from tokenspeed.kernels.spec import TraitValue
 
 
+class SettingsError(ValueError):
+    """A table or a file of overrides that cannot be read; the message names it, and the entry at fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One measured choice."""
@@ -69,13 +73,15 @@ class TunedTable:
 
     @classmethod
     def load(cls, path: Path) -> TunedTable:
-        """Reads a table; ValueError that names the file and the entry at fault."""
+        """Reads a table. Raises SettingsError."""
         try:
             content: Any = json.loads(path.read_text())
             device = str(content["device"])
             raw: list[Any] = list(content["entries"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"tuned table {path} cannot be read: {error!r}") from error
+            raise SettingsError(
+                f"tuned table {path} cannot be read: {error!r}; delete it, or write it anew with `tokenspeed kernels tune`"
+            ) from error
         return cls(device, tuple(_entry(path, index, item) for index, item in enumerate(raw)))
 
     def dump(self) -> str:
@@ -113,9 +119,24 @@ def _entry(path: Path, index: int, item: Any) -> Entry:
         return Entry(
             op=str(item["op"]),
             signature={str(role): str(name) for role, name in item.get("signature", {}).items()},
-            traits={str(name): (int(span[0]), int(span[1])) for name, span in item.get("traits", {}).items()},
+            traits={str(name): _span(span) for name, span in item.get("traits", {}).items()},
             kernel=str(item["kernel"]),
-            microseconds=float(item["us"]),
+            microseconds=_time(item["us"]),
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ValueError(f"tuned table {path}, entry {index}: {error!r}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SettingsError(
+            f"tuned table {path}, entry {index}: {error!r}; delete it, or write it anew with `tokenspeed kernels tune`"
+        ) from error
+
+
+def _span(given: Any) -> tuple[int, int]:
+    low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    if type(low) is not int or type(high) is not int or low > high:
+        raise ValueError(f"{given!r} is no range [least, most] of whole numbers")
+    return low, high
+
+
+def _time(given: Any) -> float:
+    if not isinstance(given, int | float) or not 0 <= given < float("inf"):
+        raise ValueError(f"us is {given!r}, no time")
+    return float(given)

@@ -121,14 +121,13 @@ class CausalLM(Module):
 
     def mlp(self, c: Config, layer: int) -> Module:
         """The feed-forward part of a layer."""
-        dense = layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) > 0
         how = Routing(c.experts_per_tok, normalise=bool(c.get("norm_topk_prob", True)))
-        return MLP() if dense else Mixture(Routed(how), GatedShared())
+        return MLP() if is_dense(c, layer) else Mixture(Routed(how), GatedShared())
 
     @staticmethod
     def dims(c: Config) -> dict[str, int]:
-        dense = c.get("intermediate_size")
-        return state_dims(c) | expert_dims(c) | ({"f": dense} if dense else {})
+        dense = any(is_dense(c, layer) for layer in range(c.num_hidden_layers))
+        return state_dims(c) | expert_dims(c) | ({"f": c.intermediate_size} if dense else {})
 
     @staticmethod
     def names(c: Config) -> dict[str, str]:
@@ -136,6 +135,11 @@ class CausalLM(Module):
         dk, dv = c.linear_key_head_dim, group * c.linear_value_head_dim
         heads = parts(f"{delta}.in_proj_qkvz", dk, dk, dv, dv) + parts(f"{delta}.in_proj_ba", group, group)
         return state_names(c) | expert_names() | {"layers.{i}.mixer.proj": " | ".join(heads)}
+
+
+def is_dense(c: Config, layer: int) -> bool:
+    """Whether a layer has no experts."""
+    return layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) > 0
 
 
 def recurrent_layers(c: Config) -> list[bool]:
@@ -147,9 +151,15 @@ def recurrent_layers(c: Config) -> list[bool]:
 def state_dims(c: Config) -> dict[str, int]:
     """Extents of a decoder with gated delta nets, but for its feed-forward parts."""
     n, kv, hk, hv = int(c.num_attention_heads), c.kv_heads, c.linear_num_key_heads, c.linear_num_value_heads
-    for name, many, few in (("num_attention_heads", n, kv), ("linear_num_value_heads", hv, hk)):
+    groups = (
+        ("num_attention_heads", n, "num_key_value_heads", kv),
+        ("linear_num_value_heads", hv, "linear_num_key_heads", hk),
+    )
+    for name, many, shared, few in groups:
         if many % few:
-            raise ConfigError(f"{name}={many} is not a multiple of the {few} heads that its groups share")
+            raise ConfigError(
+                f"{name}={many} is not a multiple of {shared}={few}: as many heads must share each of those"
+            )
     taps = c.linear_conv_kernel_dim
     if taps < 2:
         raise ConfigError(f"linear_conv_kernel_dim={taps} sees no token before its own: it must be 2 or more")

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed.ir.errors import TokenSpeedError
+from tokenspeed.kernels.select import SelectionError
+from tokenspeed.kernels.tuned import SettingsError
 from tokenspeed.runtime.checkpoint import Checkpoint, context_length, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
@@ -77,11 +79,14 @@ def compile_options(config: EngineConfig, progress: Progress = silent, calibrati
 
 
 def _told_of_author(model: str, compile_: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """compile_(*args, **options); whatever an author's own file raises while it is traced is a StartupError with its line."""
+    """compile_(*args, **options); a setting of the kernels that cannot be, and whatever an author's own
+    file raises while it is traced, is a StartupError, the latter with its line."""
     try:
         return compile_(*args, **options)
     except (StartupError, TokenSpeedError):
         raise
+    except (SelectionError, SettingsError) as e:
+        raise StartupError(str(e)) from None
     except Exception as e:
         file = str(Path(model.rpartition(":")[0]).expanduser()) if ".py:" in model else ""
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if file and Path(f.filename) == Path(file)]

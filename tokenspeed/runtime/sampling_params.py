@@ -20,6 +20,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
+MAX_REPETITION = 100.0  # and its inverse the least: logits over a float32 that underflows are no numbers
 MAX_INTEGER = (1 << 63) - 1  # of every integer field: what the wire and the core can hold
 SEED_MASK = (1 << 64) - 1  # a seed is an int64; it travels as the same 64 bits, unsigned
 
@@ -93,7 +94,7 @@ class SamplingParams:
         check_integer("top_k", self.top_k, -1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not isinstance(self.logit_bias, Mapping | None):

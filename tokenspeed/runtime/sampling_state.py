@@ -61,11 +61,13 @@ class SamplingTable:
             r = self.requests.get(int(ids[i]))
             if r is None:
                 continue  # aborted between plan and launch: its row is a hole that nobody reads
-            row = out[i]
-            row[:] = r.words
-            row[Word.SLOT], row[Word.POSITION] = slots[i], positions[i]
-            flags |= int(row[Word.FLAGS])
-            if row[Word.FLAGS] & (Flag.PENALTIES | Flag.BIAS):
+            if (
+                positions[i] >= 0
+            ):  # a chunk that does not end its prompt samples nothing: its row is a hole that counts no token
+                out[i] = r.words
+                out[i, Word.SLOT], out[i, Word.POSITION] = slots[i], positions[i]
+                flags |= int(r.words[Word.FLAGS])
+            if r.words[Word.FLAGS] & (Flag.PENALTIES | Flag.BIAS):
                 ops += self._state(r, i // plan.rows, int(slots[i]), bool(plan.new_rows[i]), int(positions[i]))
         return out, "full" if flags & _FULL else "gumbel", ops
 

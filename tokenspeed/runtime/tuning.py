@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tokenspeed.compiler.binding import parse_key
+from tokenspeed.ir.mesh import parse_mesh
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag
 from tokenspeed.kernels.select import explain, selection
 from tokenspeed.kernels.tuned import Entry, TunedTable
@@ -56,7 +57,8 @@ def step_of(executor: Executor, batch: int, context: int, tokens: int = 1) -> St
     if not fitting or not fits or context > executor.config.max_model_len:
         raise OptionError(
             f"{batch} requests of {context} tokens do not fit: {executor.config.num_pages} pages of {page}, "
-            f"at most {executor.max_s} requests and {executor.max_t} tokens a step, {executor.config.max_model_len} a request"
+            f"at most {executor.max_s} requests and {executor.max_t} tokens a step, {executor.config.max_model_len} a request; "
+            "give a shorter --context, or more of what is short"
         )
     bucket = min(fitting)
     held = dict(executor.artifact.buckets)[bucket]
@@ -198,9 +200,17 @@ def _round(
     config: EngineConfig, context: int, table: Path | None, say: Callable[[str], None]
 ) -> tuple[list[Timed], str]:
     """(what every bucket's kernels take with the choices of `table`, device)."""
+    if parse_mesh(config.mesh).ranks > 1 or config.tensor_parallel_size > 1:
+        raise OptionError(
+            "one rank's kernels are timed, and alone it would wait for the others: leave out --mesh and -tp"
+        )
     with selection(tuned=table) if table else nullcontext():
         built = build_engine(replace(config, core="inproc"))
     try:
+        if built.artifact.plan.mesh.ranks > 1:
+            raise OptionError(
+                f"{config.model} was compiled for several ranks; one rank's kernels are timed: compile it for one"
+            )
         device = str(built.artifact.manifest["device"])
         out: list[Timed] = []
         for bucket, _ in built.artifact.buckets:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenspeed.ir.errors import VerifyError
 from tokenspeed.kernels.registry import Registry, default_registry
-from tokenspeed.kernels.select import SelectionError, explain
+from tokenspeed.kernels.select import candidates
 
 
 def verify_kernels(
@@ -30,11 +30,8 @@ def verify_kernels(
         spec = registry.get(name)
         if spec.op != op:
             raise VerifyError("V15", f"{key} is bound to {name!r}, which runs {spec.op}")
-        try:
-            candidates = explain(op, signature=signature, traits=facts, device=device, registry=registry)
-        except SelectionError as e:
-            raise VerifyError("V15", f"{key}: {e}") from None
-        found = next(c for c in candidates if c.spec.name == name)
+        judged = candidates(op, signature=signature, traits=facts, device=device, registry=registry)
+        found = next(c for c in judged if c.spec.name == name)
         if not found.eligible:
             raise VerifyError("V15", f"{key} is bound to {name!r}, which {'; '.join(found.reasons)}")
 

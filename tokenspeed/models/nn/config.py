@@ -85,7 +85,10 @@ class Config:
     def head_dim(self) -> int:
         d = self.get("head_dim") or self.hidden_size // self.num_attention_heads
         if d < 2 or d % 2:
-            raise ConfigError(f"a head has {d} values: rotary position embedding turns pairs, so it must be even")
+            said = "head_dim" if self.get("head_dim") else "hidden_size / num_attention_heads"
+            raise ConfigError(
+                f"{said} is {d} in config.json: rotary position embedding turns pairs, so it must be even"
+            )
         return d
 
     def rotary_dim(self, part: float = 1.0) -> int:
