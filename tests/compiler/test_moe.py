@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.compiler.sim import compile_tiny, tiny
 from tokenspeed.compiler.api import compile_model
 from tokenspeed.compiler.weightmap import from_json, to_json, verify_weights
-from tokenspeed.ir.errors import PlacementError, PlanError, SpecError, VerifyError
+from tokenspeed.ir.errors import PlacementError, PlanError, SpecError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.models import find_family, qwen3_moe
 from tokenspeed.models.nn import Experts, Routed, Routing, Rows
@@ -68,7 +68,7 @@ def test_a_choice_that_the_experts_do_not_allow_is_refused(
     monkeypatch: pytest.MonkeyPatch, how: Routing, words: str
 ) -> None:
     monkeypatch.setattr(qwen3_moe, "Routing", lambda *_, **__: how)
-    with pytest.raises((VerifyError, ConfigError), match=words):
+    with pytest.raises((PlacementError, ConfigError), match=words):
         compile_tiny(config(num_experts_per_tok=how.k), "tp=2")
 
 

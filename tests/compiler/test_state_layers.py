@@ -166,7 +166,7 @@ def test_a_state_lies_where_its_heads_lie() -> None:
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        ({"linear_num_value_heads": 10}, "linear_num_value_heads=10 is not a multiple of the 4 heads"),
+        ({"linear_num_value_heads": 10}, "linear_num_value_heads=10 is not a multiple of linear_num_key_heads=4"),
         (
             {"layer_types": ["linear_attention", "sliding_attention"]},
             "layer_types names .'sliding_attention'. for 2 layers",

@@ -11,7 +11,7 @@ the weight map.
 from __future__ import annotations
 
 from tokenspeed.ir.collectives import outer_blocks
-from tokenspeed.ir.errors import RuleError, VerifyError
+from tokenspeed.ir.errors import PlacementError, RuleError, VerifyError
 from tokenspeed.ir.graph import Leaf, Node, Param, Program, absolute, param_type
 from tokenspeed.ir.mesh import Axes
 from tokenspeed.ir.ops import OPS, Redistribute
@@ -22,7 +22,8 @@ from tokenspeed.ir.types import ROW_DIMS, Type
 
 
 def verify(p: Program) -> None:
-    """VerifyError with the code of the first rule that does not hold. Fused ops are checked by their parts."""
+    """VerifyError with the code of the first rule that does not hold, PlacementError where an author's extents do not. Fused ops are
+    checked by their parts."""
     try:
         p = expand(p)
     except RuleError as e:
@@ -114,13 +115,23 @@ def _verify_extents(
     op = OPS[n.op]
     ins = [param_type(params, i) if i.startswith("@") else types[i] for i in n.inputs]
     try:
+        op.check_integers(ins)
         op.check_extents(ins, n.attrs, p.plan, p.sizes)
         if isinstance(op, Redistribute) and (dim := n.attrs.get("dim", "")):
             axes = tuple(n.attrs["axes"])
             held = tuple(a for a in ins[0].dim(dim).axes if a not in axes)
             outer_blocks(p.plan, factors.get(dim, ()), held, axes, dim)
     except RuleError as e:
+        if n.origin.file and not e.code.startswith(
+            "V"
+        ):  # of a program that an author's file made: the file is at fault
+            raise PlacementError(e.code, f"{n.origin}  in {where}: {n.op}\n  {e.reason}") from None
         raise VerifyError(e.code if e.code.startswith("V") else "V1", f"{where}: {n.op}: {e.reason}") from None
+
+
+def _made(n: Node) -> str:
+    """Where an author wrote a node; nothing of a program that was read."""
+    return f" ({n.origin})" if n.origin.file else ""
 
 
 def _verify_leaf_caches(name: str, leaf: Leaf) -> None:
@@ -131,11 +142,12 @@ def _verify_leaf_caches(name: str, leaf: Leaf) -> None:
         }
         if OPS[n.op].writes_cache:
             if caches & written:
-                raise VerifyError("V11", f"leaf @{name}: cache {sorted(caches)} is written twice in one step")
+                raise VerifyError("V11", f"leaf @{name}: cache {sorted(caches)} is written twice in one step{_made(n)}")
             written |= caches
         elif caches - written:
             raise VerifyError(
-                "V11", f"leaf @{name}: {n.op} reads cache {sorted(caches)} before this step's tokens are written"
+                "V11",
+                f"leaf @{name}: {n.op} reads cache {sorted(caches)} before this step's tokens are written{_made(n)}",
             )
 
 

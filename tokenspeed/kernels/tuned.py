@@ -130,10 +130,10 @@ def _entry(path: Path, index: int, item: Any) -> Entry:
 
 
 def _span(given: Any) -> tuple[int, int]:
-    low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
-    if type(low) is not int or type(high) is not int or low > high:
+    span: list[Any] = list(given) if isinstance(given, list) else []  # pyright: ignore[reportUnknownArgumentType]
+    if len(span) != 2 or any(type(end) is not int for end in span) or span[0] > span[1]:
         raise ValueError(f"{given!r} is no range [least, most] of whole numbers")
-    return low, high
+    return span[0], span[1]
 
 
 def _time(given: Any) -> float:

@@ -84,6 +84,13 @@ def _check_names(flat: Flat, plan: Plan) -> None:
         for s in (*leaf.in_specs, *leaf.out_specs):
             for a in s.logical_axes():
                 used.setdefault(a, f"{leaf.origin}: {leaf.kind}.forward")
+        for n in leaf.nodes:
+            name = n.attrs.get("dim", "")
+            if name and name not in flat.dims and name not in SAMPLING_DIMS:
+                raise PlanError(
+                    "P034",
+                    f"{n.origin}: {n.op} makes a dim {name!r} that has no extent; the model's `dims` names {sorted(flat.dims)}",
+                )
     for path, decl in flat.decls.items():
         if isinstance(decl, PagedAttention | LatentCache):
             used.setdefault("cp", path)
@@ -202,9 +209,10 @@ def _divide(layout: Layout, path: str, decl: Any, f: Factor) -> None:
     if isinstance(decl, Matrices) and f.name not in (expert, *layout.groups):
         layout.sizes[f.name] = math.ceil(extent / ranks) * ranks  # zero rows and columns: exact
         return
+    pad = "\n  fix 2: pad the weight (pad=), at the price of its zero rows" if isinstance(decl, Weight) else ""
     fits = [r for r in range(1, ranks + 1) if extent % r == 0]
     raise PlanError(
         "P032",
         f"{path}: {f.name}={extent} does not divide over {ranks} ranks of {','.join(f.axes)}\n"
-        f"  fix 1: map {','.join(f.axes)} to one of {fits} ranks (--axes)\n  fix 2: pad the weight (pad=), at the price of its zero rows",
+        f"  fix 1: map {','.join(f.axes)} to one of {fits} ranks (--axes){pad}",
     )

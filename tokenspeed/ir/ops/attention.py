@@ -101,6 +101,7 @@ class Attend(Op):
     """
 
     name = "attend"
+    integers = (3, 4, 5)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         q, ck, cv, pos, row, table, *sinks = ins

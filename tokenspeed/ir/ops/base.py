@@ -46,6 +46,7 @@ class Op:
     in_place_ok = False  # the output may share the first input's buffer when that dies here
     alias = False  # the output IS the input (no kernel, no buffer)
     discrete = False  # picks by value: its inputs must be equal bit for bit across ranks
+    integers: tuple[int, ...] | None = None  # the operands that are i32, where no other may be; None: any may
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         raise TypeError(f"{self.name} has no shape rule")
@@ -57,6 +58,14 @@ class Op:
         self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
     ) -> None:
         """RuleError where types that the rule allows do not fit these global extents."""
+
+    def check_integers(self, ins: Sequence[Type]) -> None:
+        """RuleError where an operand is i32 that should not be, or the reverse. Of a finished program: before, an author's
+        arguments have no dtypes."""
+        for i, t in enumerate(ins if self.integers is not None else ()):
+            if (t.dtype == "i32") != (i in (self.integers or ())):
+                wanted = "i32" if i in (self.integers or ()) else "numbers that are no i32"
+                raise RuleError("P004", f"{self.name} takes {wanted} as operand {i + 1}, not {t}")
 
     def reference(self, *ins: Tensor, **attrs: Any) -> Any:
         raise TypeError(f"{self.name} has no reference")

@@ -25,6 +25,7 @@ class Lookup(Op):
     """ids i32[T], w [V, H] -> [T, H]. Rows outside this rank's block (and id -1, a hole) are zero."""
 
     name = "lookup"
+    integers = (0,)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         ids, w = ins
@@ -62,6 +63,7 @@ class Linear(Op):
     """
 
     name = "linear"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, k = ins[0], attrs["segments"]
@@ -161,6 +163,7 @@ class RmsNorm(Op):
     """
 
     name = "rms_norm"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -182,6 +185,7 @@ class LayerNorm(Op):
     """x [rows, *, D], w [D], b [D] -> same: (x - mean) * rsqrt(variance + eps) * w + b, rounded once."""
 
     name = "layer_norm"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -288,6 +292,7 @@ class Rope(Op):
     """x [T, (heads,) D], pos i32[T], table f32[P, R] (cos R/2 | sin R/2) -> x rotated in halves on its first R dims."""
 
     name = "rope"
+    integers = (1,)
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:

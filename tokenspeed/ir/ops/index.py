@@ -30,10 +30,13 @@ class IndexTopk(Op):
     """
 
     name = "index_topk"
+    integers = (3, 4, 5)
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         q, w, keys, pos, row, table = ins
+        if type(attrs["k"]) is not int or attrs["k"] < 1:
+            raise RuleError("P004", f"index_topk takes a whole number of positions from 1 on, not {attrs['k']!r}")
         index_axes(self.name, row, "its rows", table.names[0])
         index_axes(self.name, table, "its block table", keys.names[0])
         if q.names[:2] != w.names or q.names[2:] != keys.names[1:] or not q.names[:1] == pos.names == row.names:

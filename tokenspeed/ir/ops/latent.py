@@ -24,6 +24,7 @@ class HeadLinear(Op):
     """x [T, N, A], w [N, B, A] or [N, A, B] -> [T, N, B]: a matrix a head."""
 
     name = "head_linear"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, w = ins
@@ -123,6 +124,7 @@ class Mla(Attend):
     """
 
     name = "mla"
+    integers = (4, 5, 6, 7)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         q, qr, cc, cr, pos, row, table, *picked = ins

@@ -9,6 +9,7 @@ and that is the solver's choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,18 @@ class Route(Op):
     """
 
     name = "route"
+    integers = ()
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        if attrs["score"] not in ("softmax", "sigmoid") or not math.isfinite(attrs["scale"]):
+            raise RuleError(
+                "P004",
+                f"route scores by softmax or sigmoid times a number, not {attrs['score']!r} times {attrs['scale']!r}",
+            )
+        for name in ("k", "groups", "top_groups", "group_best"):
+            if type(attrs[name]) is not int or attrs[name] < 1:
+                raise RuleError("P004", f"route takes a whole number from 1 on as {name}, not {attrs[name]!r}")
         if attrs["bias"] and ins[1].names != ins[0].names[-1:]:
             raise RuleError("P004", f"route of {ins[0]} with the bias {ins[1]}: one bias an expert is needed")
         names = (*ins[0].names[:-1], attrs["dim"])
@@ -57,11 +67,11 @@ class Route(Op):
         experts, k, groups = sizes[ins[0].names[-1]], attrs["k"], attrs["groups"]
         if sizes[attrs["dim"]] != k or k > experts:
             raise RuleError("P004", f"route takes k={k} of {experts} experts into {attrs['dim']}")
-        if experts % groups or not attrs["group_best"] <= experts // groups:
+        if experts % groups or attrs["group_best"] > experts // groups:
             raise RuleError(
                 "P004", f"route ranks {groups} groups of {experts} experts by their best {attrs['group_best']}"
             )
-        if not 0 < attrs["top_groups"] <= groups or k > attrs["top_groups"] * (experts // groups):
+        if attrs["top_groups"] > groups or k > attrs["top_groups"] * (experts // groups):
             raise RuleError(
                 "P004", f"route takes k={k} experts from {attrs['top_groups']} of {groups} groups of {experts} experts"
             )
@@ -102,6 +112,7 @@ class Experts(Op):
     """
 
     name = "experts"
+    integers = (1,)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, ids, shares, gate, up, down, *biases = ins

@@ -22,6 +22,7 @@ class Silu(Op):
     """x -> x * sigmoid(x)."""
 
     name = "silu"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -47,6 +48,7 @@ class Mul(Op):
     """x * y elementwise; linear in each operand alone."""
 
     name = "mul"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -130,6 +132,7 @@ class Scale(Op):
     """x * factor, a constant of x's dtype."""
 
     name = "scale"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -151,6 +154,7 @@ class Cat(Op):
     """x_i [T, D_i] side by side: [T, sum of D_i]; attr `dim` names the sum. Linear in all operands together."""
 
     name = "cat"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         if any(len(x.dims) != 2 or x.names[0] != ins[0].names[0] for x in ins):
