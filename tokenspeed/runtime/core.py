@@ -39,6 +39,7 @@ from tokenspeed.runtime.transport import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 
+SEEN = 1e-4  # seconds: a step that is waited for no longer had ended before
 IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
 
 
@@ -167,18 +168,21 @@ class EngineLoop:
     # ---- steps ----
 
     def _launch(self) -> bool:
+        since = self.pace.clock()
         plan = self.scheduler.next_plan()
         if plan is None:
             return False
         params, variant, ops = self.table.rows(plan)
-        self.pace.launched(alone=not self.flying)
-        self.flying.append((plan, self.ranks.launch(self.ranks.publish(plan, params, variant, ops))))
+        flying = self.ranks.launch(self.ranks.publish(plan, params, variant, ops))
+        self.pace.launched(since, alone=not self.flying)
+        self.flying.append((plan, flying))
         return True
 
     def _collect(self) -> None:
         plan, wait = self.flying.popleft()
+        looked = self.pace.clock()
         results = wait()
-        self.pace.finished(plan.bucket)
+        self.pace.finished(plan.bucket, waited=self.pace.clock() - looked > SEEN)
         tokens = np.concatenate([r.tokens for r in results])
         outputs = self.scheduler.advance(plan.step, tokens)
         rows = (
