@@ -8,6 +8,7 @@ import pytest
 
 from tests.compiler.layouts import config
 from tokenspeed.compiler.costs import load_costs
+from tokenspeed.compiler.fuzz import compile_source
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
@@ -104,3 +105,51 @@ def test_ids_and_shares_are_not_each_other(tmp_path: Path) -> None:
 def test_the_models_of_these_tests_are_right(tmp_path: Path) -> None:
     assert compiled(tmp_path, INDEX.format(**INDEXED)).programs
     assert compiled(tmp_path, EXPERTS.format(how="3", operands="ids, shares")).programs
+
+
+def test_a_boundary_that_no_row_of_a_bucket_can_meet_is_named() -> None:
+    """One row a home group cannot be cut over tp, whatever a signature says: also where an add and a norm stand behind it."""
+    source = """
+from typing import Annotated
+from torch import Tensor
+from tokenspeed.models.nn import *
+from tokenspeed.models.nn.params import export
+
+
+class Batch(Ports):
+    x = Port("t@dp h", "f32")
+    last = Port("s@dp -> t@dp")
+
+
+class Leaf(Module):
+    def __init__(self):
+        self.up, self.down = Linear("h -> f@tp"), Linear("f@tp -> h")
+
+    def forward(self, x: Annotated[Tensor, "t@dp h"]) -> Annotated[Tensor, "t@dp h +tp"]:
+        return self.down(silu(self.up(x)))
+
+
+class Inner(Module):
+    def __init__(self):
+        self.leaf = Leaf()
+
+    def forward(self, x: Annotated[Tensor, "t* h +?"]) -> Annotated[Tensor, "t@tp h +?"]:
+        return x + self.leaf(x)
+
+
+class Root(Module):
+    dims = staticmethod(lambda c: {"h": 6, "f": 10})
+
+    def __init__(self, c):
+        self.inner, self.norm, self.leaf = Inner(), RMSNorm("h", 1e-5), Leaf()
+
+    def forward(self, b: Batch) -> Annotated[Tensor, "s@dp h"]:
+        x = b.x + self.inner(b.x)
+        x = x + self.leaf(self.norm(x))
+        export("stream", x, "t@dp h")
+        return select_rows(x, b.last)
+"""
+    with pytest.raises(
+        TokenSpeedError, match=r"P030 no legal placement(.|\n)*wanted : t@tp h \+\?(.|\n)*too few to be cut"
+    ):
+        compile_source(source, "dp=2,tp=2", "", (1, 1), load_costs("cpu"))

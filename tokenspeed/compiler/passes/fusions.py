@@ -59,6 +59,8 @@ def fused_factors(
     for i, branch, j in found if ops else ():
         b = values[flat.nodes[i].inputs[branch]]
         scope = [b.maker, i, j]
+        if not (b.sources and rows[i] and rows[j]):
+            continue  # one that nothing can serve: solving says which
         key = (b.key[0], id(rows[i]), branch, id(rows[j]))
         if key not in memo:
             table = np.zeros([len(b.sources), len(rows[i]), len(rows[j])])

@@ -249,6 +249,13 @@ def _no_placement(flat: Flat, v: Value, wanted: list[list[Type]]) -> None:
     want = next((t for w in wanted for t in w), None)
     where = f"argument of {node.path or node.op}, {node.origin}" if node else "the program's result"
     source = v.sources[0]
+    if want is None and node is not None:
+        raise PlanError(
+            "P030",
+            f"no legal placement\n  value  : {source}      {'port' if v.maker < 0 else 'value'} `{v.name}`\n"
+            f"  wanted : {node.spec if node.spec is not None else 'any'}   {where}\n"
+            f"  no placement is so in this bucket: its rows may be too few to be cut over the axes that are named",
+        )
     raise PlanError(
         "P030",
         f"no legal placement\n  value  : {source}      {'port' if v.maker < 0 else 'value'} `{v.name}`\n"
