@@ -33,6 +33,11 @@ class Entry:
     kernel: str
     microseconds: float
 
+    @property
+    def request(self) -> tuple[object, ...]:
+        """What the choice is for."""
+        return self.op, *sorted(self.signature.items()), *sorted(self.traits.items())
+
     def applies(self, op: str, signature: Mapping[str, str], traits: Mapping[str, TraitValue]) -> bool:
         if op != self.op or any(signature.get(role) != name for role, name in self.signature.items()):
             return False
@@ -99,9 +104,8 @@ class TunedTable:
 
     def over(self, other: TunedTable) -> TunedTable:
         """These entries, and those of `other` for what has none here."""
-        mine = {(e.op, *sorted(e.signature.items()), *sorted(e.traits.items())) for e in self.entries}
-        rest = [e for e in other.entries if (e.op, *sorted(e.signature.items()), *sorted(e.traits.items())) not in mine]
-        return TunedTable(self.device, (*self.entries, *rest))
+        mine = {e.request for e in self.entries}
+        return TunedTable(self.device, (*self.entries, *(e for e in other.entries if e.request not in mine)))
 
     def advice(self, op: str, signature: Mapping[str, str], traits: Mapping[str, TraitValue]) -> list[str]:
         """Names of the kernels that entries advise for the request, fastest first."""

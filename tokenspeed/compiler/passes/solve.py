@@ -246,19 +246,17 @@ def merge_scope(scope: list[int], table: np.ndarray) -> Factor:
 
 def _no_placement(flat: Flat, v: Value, wanted: list[list[Type]]) -> None:
     node = next((flat.nodes[i] for i, _ in v.consumers if i >= 0), None)
-    want = next((t for w in wanted for t in w), None)
+    want: Any = next((t for w in wanted for t in w), None)
     where = f"argument of {node.path or node.op}, {node.origin}" if node else "the program's result"
     source = v.sources[0]
-    if want is None and node is not None:
-        raise PlanError(
-            "P030",
-            f"no legal placement\n  value  : {source}      {'port' if v.maker < 0 else 'value'} `{v.name}`\n"
-            f"  wanted : {node.spec if node.spec is not None else 'any'}   {where}\n"
-            f"  no placement is so in this bucket: its rows may be too few to be cut over the axes that are named",
-        )
+    reason = "no redistribution leads from one to the other"
+    if source.index:
+        reason += ": an index into one dp block cannot cross dp"
+    if want is None and node is not None:  # none is possible at all
+        want = node.spec if node.spec is not None else "any"
+        reason = "no placement is so in this bucket: its rows may be too few to be cut over the axes that are named"
     raise PlanError(
         "P030",
         f"no legal placement\n  value  : {source}      {'port' if v.maker < 0 else 'value'} `{v.name}`\n"
-        f"  wanted : {want}   {where}\n  no redistribution leads from one to the other"
-        + (": an index into one dp block cannot cross dp" if source.index else ""),
+        f"  wanted : {want}   {where}\n  {reason}",
     )
