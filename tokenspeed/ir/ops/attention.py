@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.ops.base import check_outer as _check_outer
 from tokenspeed.ir.ops.base import index_axes as _index
@@ -31,14 +31,15 @@ def check_group(n: Dim, kv: Dim, plan: Plan, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _inner(cache: Type, home: Axes) -> Axes:
-    """Axes that shard the slots of a home block."""
-    return tuple(a for a in cache.dims[0].axes if a not in home)
-
-
-def _first_slot(cache: Type, home: Axes, at: Local) -> int:
-    inner = _inner(cache, home)
-    return at.plan.mesh.index(at.rank, inner) * (at.sizes[cache.dims[0].name] // at.plan.mesh.size(cache.dims[0].axes))
+def part_of(cache: Type, index: Type, at: Local, **said: Any) -> dict[str, Any]:
+    """What a kernel is told that works on a part of a home block's slots: its first slot, and what more is `said` to it.
+    `index`: the operand that points into the block, and so names the home axes. Nothing where the block is whole."""
+    home = index.index.axes if index.index else ()
+    inner = tuple(a for a in cache.dims[0].axes if a not in home)
+    if not inner:
+        return {}
+    slots = at.sizes[cache.dims[0].name] // at.plan.mesh.size(cache.dims[0].axes)
+    return {"offset": at.plan.mesh.index(at.rank, inner) * slots} | said
 
 
 class Append(Op):
@@ -79,8 +80,7 @@ class Append(Op):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        home = ins[2].index.axes if ins[2].index else ()
-        return {"offset": _first_slot(ins[3], home, at)} if _inner(ins[3], home) else {}
+        return part_of(ins[3], ins[2], at)
 
     def reference(self, k: Tensor, v: Tensor, slot: Tensor, ck: Tensor, cv: Tensor, *, offset: int = 0) -> None:
         at = slot.long() - offset
@@ -161,12 +161,8 @@ class Attend(Op):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        own = dict(attrs) | {"page": at.sizes["page"]}
-        home = ins[5].index.axes if ins[5].index else ()
-        if not (inner := _inner(ins[1], home)):
-            return own
-        own |= {"offset": _first_slot(ins[1], home, at), "lse": True}
-        return own | ({"sink": at.plan.mesh.index(at.rank, inner) == 0} if len(ins) > 6 else {})
+        own = dict(attrs) | {"page": at.sizes["page"]} | (part := part_of(ins[1], ins[5], at, lse=True))
+        return own | ({"sink": part["offset"] == 0} if part and len(ins) > 6 else {})
 
     def reference(
         self, q: Tensor, ck: Tensor, cv: Tensor, pos: Tensor, row: Tensor, table: Tensor, sinks: Tensor | None = None, *,

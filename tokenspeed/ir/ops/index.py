@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
 from tokenspeed.ir.mesh import Plan
-from tokenspeed.ir.ops.attention import _first_slot, _inner
+from tokenspeed.ir.ops.attention import part_of
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, check_outer, index_axes, refuse, wide
 from tokenspeed.ir.ops.latent import positions
 from tokenspeed.ir.types import Type
@@ -69,9 +69,7 @@ class IndexTopk(Op):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        own = {"k": attrs["k"], "page": at.sizes["page"]}
-        home = ins[5].index.axes if ins[5].index else ()
-        return own | {"offset": _first_slot(ins[2], home, at), "scores": True} if _inner(ins[2], home) else own
+        return {"k": attrs["k"], "page": at.sizes["page"]} | part_of(ins[2], ins[5], at, scores=True)
 
     def reference(
         self, q: Tensor, w: Tensor, keys: Tensor, pos: Tensor, row: Tensor, table: Tensor, *, k: int, page: int,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.ops.attention import Append, Attend, _check_outer, _first_slot, _index, _inner
+from tokenspeed.ir.ops.attention import Append, Attend, _check_outer, _index, part_of
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.types import Type
 
@@ -98,8 +98,7 @@ class AppendLatent(Append):
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
         _, slot, caches = _parts(ins)
-        home = slot.index.axes if slot.index else ()
-        return {"offset": _first_slot(caches[0], home, at)} if _inner(caches[0], home) else {}
+        return part_of(caches[0], slot, at)
 
     def reference(self, *ins: Tensor, offset: int = 0) -> None:
         values, slot, caches = _parts(ins)
@@ -163,9 +162,7 @@ class Mla(Attend):
     def local_attrs(
         self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
     ) -> dict[str, Any]:
-        own = {"scale": attrs["scale"], "page": at.sizes["page"]}
-        home = ins[6].index.axes if ins[6].index else ()
-        return own | {"offset": _first_slot(ins[2], home, at), "lse": True} if _inner(ins[2], home) else own
+        return {"scale": attrs["scale"], "page": at.sizes["page"]} | part_of(ins[2], ins[6], at, lse=True)
 
     def reference(
         self, q: Tensor, qr: Tensor, cc: Tensor, cr: Tensor, pos: Tensor, row: Tensor, table: Tensor,
