@@ -53,6 +53,8 @@ def test_a_step_is_planned_when_most_of_the_running_one_is_over() -> None:
 class _Played:
     """Ranks whose device takes `seconds` for a step, and a host whose planning and reporting take their time, on one clock."""
 
+    tiers = None
+
     def __init__(self, clock: Clock, seconds: Callable[[Any], float], planning: float) -> None:
         self.clock, self.seconds, self.planning = clock, seconds, planning
         self.free, self.idle, self.busy = 0.0, 0.0, 0.0

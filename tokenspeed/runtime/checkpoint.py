@@ -56,6 +56,10 @@ class Checkpoint(Protocol):
         """What checkpoint.json keeps, so that an artifact finds its weights again."""
         ...
 
+    def sources(self) -> list[Path]:
+        """The files that hold its tensors, in a fixed order; none where weights are made up."""
+        ...
+
 
 class SafetensorsCheckpoint:
     """A Hugging Face directory: config.json and one or several .safetensors files. Of a multi-modal model it is the language
@@ -177,6 +181,9 @@ class SafetensorsCheckpoint:
     def note(self) -> dict[str, Any]:
         return {"form": "safetensors", "path": str(self.path.resolve())}
 
+    def sources(self) -> list[Path]:
+        return [self.path / name for name in sorted(set(self.files.values()))]
+
 
 class DummyCheckpoint:
     """Random weights of a configuration, equal for equal names, seed and device: for benchmarks and tests without files.
@@ -205,6 +212,9 @@ class DummyCheckpoint:
     def note(self) -> dict[str, Any]:
         return {"form": "dummy", "seed": self.seed, "config": self.config, "path": self.origin}
 
+    def sources(self) -> list[Path]:
+        return []
+
 
 class ConfigOnly:
     """A configuration without weights: it compiles, and what comes out says that it cannot be served."""
@@ -223,6 +233,9 @@ class ConfigOnly:
 
     def note(self) -> dict[str, Any]:
         return {"form": "none"}
+
+    def sources(self) -> list[Path]:
+        return []
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 SEEN = 1e-4  # seconds: a step that is waited for no longer had ended before
 IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
+POLL = 0.001  # seconds between looks at transfers between tiers while nothing else can go on
+SETTLE = 3.0  # seconds that transfers may take at the end: what reaches storage is found by the next start
 
 
 def run_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
@@ -77,12 +80,16 @@ class EngineLoop:
             self._messages()
             if not self.running or self._waits():
                 continue
+            self._transferred()
             if len(self.flying) <= self.depth and self._launch():
                 continue
             if self.flying:
                 self._collect()
+            elif self._transferring() and (message := self.inbox.get(POLL)) is not None:
+                self._handle(message)
         while self.flying:
             self._collect()
+        self._settle()
 
     def _waits(self) -> bool:
         """Whether the next step is not due yet, with only the running one ahead of it: then a message is waited for."""
@@ -103,7 +110,7 @@ class EngineLoop:
         if not waiting and not self.flying and not self._has_work():
             if not self.reported:  # the last requests ended by an abort: no step follows to say so
                 self._put([])
-            message = self.inbox.get(IDLE_CHECK)
+            message = self.inbox.get(POLL if self._transferring() else IDLE_CHECK)
             self.ranks.check()
             waiting = [message] if message is not None else []
         for m in waiting:
@@ -165,11 +172,36 @@ class EngineLoop:
         self.table.drop(request_id)
         self.announced.discard(request_id)
 
+    # ---- transfers between tiers ----
+
+    def _transferring(self) -> bool:
+        return self.ranks.tiers is not None and self.ranks.tiers.busy
+
+    def _transfer(self) -> None:
+        """Starts what the scheduler wants moved, before the step that was planned with it."""
+        if self.ranks.tiers is not None:
+            self.ranks.tiers.start(self.scheduler.transfers())
+
+    def _transferred(self) -> None:
+        """Tells the scheduler what has arrived."""
+        if self.ranks.tiers is not None:
+            for ticket, pages in self.ranks.transferred():
+                self.scheduler.transferred(ticket, pages)
+
+    def _settle(self) -> None:
+        """No step runs any more: lets what is under way to lower tiers arrive there."""
+        deadline = self.pace.clock() + SETTLE
+        while self._transferring() and self.pace.clock() < deadline:
+            time.sleep(POLL)
+            self._transferred()
+            self._transfer()
+
     # ---- steps ----
 
     def _launch(self) -> bool:
         since = self.pace.clock()
         plan = self.scheduler.next_plan()
+        self._transfer()
         if plan is None:
             return False
         params, variant, ops = self.table.rows(plan)

@@ -195,6 +195,7 @@ class CudaExecutor(Executor):
         arrays |= {name: step.arrays[name][mine_s] for name in ("last", "request_slots", "table")}
         self._fill(slot, t, s, arrays, step.params[mine_s])
         with self.gpu.current():
+            self._await_loads(step)
             self._change_state(step.ops)
             self._load_states(step, mine_s)
             self._replay(step)()

@@ -30,6 +30,7 @@ from tokenspeed.kernels.registry import default_registry
 from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import Checkpoint
 from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.kv.tiers import RankTiers
 from tokenspeed.runtime.loader import load_weights
 from tokenspeed.runtime.progress import Progress
 
@@ -47,6 +48,9 @@ class RankConfig:
     threads: int
     snapshots: int = 0  # of recurrent states, a home group
     store: str = ""  # file of the rendezvous; "" for a single rank
+    host_pages: int = 0  # of the host tier, a home group; 0: there is none
+    storage: str = ""  # address of the store behind it; "": none
+    identity: dict[str, Any] = field(default_factory=dict)  # what stored pages depend on, of all ranks
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Step:
     arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots, load_state, save_state
     params: np.ndarray  # int32 [dp * rows, words]
     ops: list[StateOp]
+    loads: Sequence[int] = ()  # tickets of copies from host pages that the step reads
 
 
 @dataclass
@@ -142,6 +147,8 @@ class Executor:
         self.state: list[Tensor] = []  # of the full sampler, for the ids from `first_id` on that this rank holds
         self.first_id = 0
         self.recurrent: list[Tensor] = []  # caches of state slots
+        self.paged: list[Tensor] = []  # caches of pages, all that a page holds on this rank
+        self.tiers: RankTiers | None = None  # below the pages
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
         self._phase("load")
@@ -202,6 +209,8 @@ class Executor:
                     self.first_id = Local(self.plan, self.rank, sizes, sizes).offset(t.dims[1])
                 elif t.dims[0].name == "states":
                     self.recurrent.append(self.params[name])
+                elif t.dims[0].name == "slots":
+                    self.paged.append(self.params[name])
 
     def _arena(self, nbytes: int) -> Tensor:
         if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
@@ -232,6 +241,7 @@ class Executor:
     def run(self, step: Step) -> StepResult:
         """Executes one step; returns when its tokens are known."""
         program = self.program(step.variant, step.bucket)
+        self._await_loads(step)
         self._change_state(step.ops)
         t, s, g = step.bucket, step.rows, self.home
         a = step.arrays
@@ -267,6 +277,12 @@ class Executor:
                 lps.clone().numpy(),
             )
         return result
+
+    def _await_loads(self, step: Step) -> None:
+        """What follows reads pages that come from the host tier."""
+        if step.loads:
+            assert self.tiers is not None
+            self.tiers.wait(step.loads)
 
     def _load_states(self, step: Step, rows: slice) -> None:
         """Brings snapshots of recurrent states into the slots of the requests that go on from them."""

@@ -172,6 +172,9 @@ class GgufCheckpoint:
     def note(self) -> dict[str, Any]:
         return {"form": "embedded"} if self.embedded else {"form": "gguf", "path": str(self.path.resolve())}
 
+    def sources(self) -> list[Path]:
+        return [self.path]
+
 
 def _hf_name(name: str) -> str | None:
     stem, _, suffix = name.rpartition(".")

@@ -3,6 +3,8 @@
 A step travels once, packed in a ring of shared memory; a small message tells each worker where it lies, and the
 scheduler's digest travels with it, so that a divergence is an error message and never a hang. Invariant: a slot of the
 ring is written again only after the step that used it has returned on every rank.
+
+Where pages have a host tier, orders to it travel on the pipe of the steps, and each rank answers them on a pipe of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,9 @@ from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.checkpoint import checkpoint_of
 from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.executor import Executor, RankConfig, StateOp, Step, StepResult, make_executor, open_artifact
+from tokenspeed.runtime.kv.mesh import MeshTiers, Worker
+from tokenspeed.runtime.kv.start import rank_tiers
+from tokenspeed.runtime.kv.transfers import Order
 from tokenspeed.runtime.progress import Progress, silent
 
 SLOTS = 4  # of the ring; more than steps can be in flight
@@ -71,6 +77,8 @@ class Ranks:
         self, config: RankConfig, ranks: int, slot_bytes: int, progress: Progress, overlap: bool = False
     ) -> None:
         self.workers: list[tuple[Any, Any]] = []  # (process, our end of its pipe)
+        self.answers: list[Any] = []  # a worker each: our end of the pipe on which it answers orders to its tiers
+        self.tiers: MeshTiers | None = None
         self.pool: ThreadPoolExecutor | None = None
         self.memory: SharedMemory | None = None
         self.sent = 0
@@ -83,7 +91,9 @@ class Ranks:
             self._spawn(config, ranks)
         try:
             self.executor = start_executor(config, progress)
-            self.leaders = self._await_ready()
+            self.leaders, homes = self._await_ready()
+            if config.host_pages:
+                self.tiers = self._mesh_tiers(config, homes)
         except BaseException as e:
             reason = self._worker_reason()
             self.close()
@@ -101,22 +111,51 @@ class Ranks:
         context = mp.get_context("spawn")
         for rank in range(1, ranks):
             ours, theirs = context.Pipe()
-            p = context.Process(target=worker_main, args=(replace(config, rank=rank), theirs, self.memory.name, self.slot_bytes),
-                                name=f"tokenspeed-rank{rank}", daemon=True)  # fmt: skip
+            answers, answering = context.Pipe(duplex=False)
+            p = context.Process(target=worker_main, args=(replace(config, rank=rank), theirs, answering, self.memory.name,
+                                self.slot_bytes), name=f"tokenspeed-rank{rank}", daemon=True)  # fmt: skip
             p.start()
             theirs.close()
+            answering.close()
             self.workers.append((p, ours))
+            self.answers.append(answers)
 
-    def _await_ready(self) -> dict[int, Connection]:
-        """Waits for every worker; the connections that bring results of the other home groups."""
+    def _await_ready(self) -> tuple[dict[int, Connection], list[int]]:
+        """Waits for every worker; the connections that bring results of the other home groups, and each worker's own group."""
         leaders: dict[int, Connection] = {}
+        homes: list[int] = []
         for _, conn in self.workers:
             kind, value = self._receive(conn)
             assert kind == "ready", kind
             home, leads = value
+            homes.append(home)
             if leads and home != self.executor.home:
                 leaders[home] = conn
-        return leaders
+        return leaders, homes
+
+    def _mesh_tiers(self, config: RankConfig, homes: list[int]) -> MeshTiers:
+        def sender(conn: Connection) -> Callable[[list[Order]], None]:
+            return lambda orders: self._send(conn, pickle.dumps(orders))
+
+        workers = [
+            Worker(home, sender(conn), answers)
+            for home, (_, conn), answers in zip(homes, self.workers, self.answers, strict=True)
+        ]
+        return MeshTiers(lambda report: rank_tiers(config, self.executor, report), self.executor.home, workers)
+
+    def _send(self, conn: Connection, message: bytes) -> None:
+        try:
+            conn.send_bytes(message)
+        except OSError:
+            raise WorkerError(self._worker_reason() or "a worker rank has gone") from None
+
+    def transferred(self) -> list[tuple[int, int]]:
+        """(ticket, pages that arrived) of the transfers that have ended since the last call."""
+        assert self.tiers is not None
+        try:
+            return self.tiers.answered()
+        except (EOFError, OSError):
+            raise WorkerError(self._worker_reason() or "a worker rank has gone") from None
 
     def _receive(self, conn: Connection) -> tuple[str, Any]:
         try:
@@ -148,18 +187,16 @@ class Ranks:
 
     def publish(self, plan: Any, params: Any, variant: str, ops: list[StateOp]) -> Step:
         """Sends one step to the workers; returns rank 0's own."""
-        step = Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops)
+        loads = [] if self.tiers is None else plan.loads.tolist()
+        step = Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops, loads)
         if self.memory is not None:
             slot = self.sent % SLOTS
             self.sent += 1
             start = slot * self.slot_bytes
             plan.pack_into(_slot(self.memory, start, self.slot_bytes))
-            message = pickle.dumps((slot, plan.step, plan.digest, variant, params, ops))
+            message = pickle.dumps((slot, plan.step, plan.digest, variant, params, ops, loads))
             for _, conn in self.workers:
-                try:
-                    conn.send_bytes(message)
-                except OSError:
-                    raise WorkerError(self._worker_reason() or "a worker rank has gone") from None
+                self._send(conn, message)
         return step
 
     def launch(self, step: Step) -> Callable[[], list[StepResult]]:
@@ -189,6 +226,9 @@ class Ranks:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown()
+        if self.tiers is not None:
+            self.tiers.close()
+            self.tiers = None
         for _, conn in self.workers:
             with contextlib.suppress(OSError):
                 conn.send_bytes(b"")
@@ -198,7 +238,9 @@ class Ranks:
                 p.kill()
                 p.join(5)
             conn.close()
-        self.workers = []
+        for answers in self.answers:
+            answers.close()
+        self.workers, self.answers = [], []
         _leave_group()
         if self.memory is not None:
             self.memory.close()
@@ -209,11 +251,13 @@ class Ranks:
             self.folder = None
 
 
-def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_bytes: int) -> None:
+def worker_main(config: RankConfig, conn: Connection, answers: Connection, memory_name: str, slot_bytes: int) -> None:
     """A worker rank's process: runs steps until an empty message or the parent's death (its end of the pipe closes)."""
     try:
         _die_with_parent()
         executor = start_executor(config, silent)
+        if config.host_pages:
+            _answering(config, executor, answers)
         mesh = executor.plan.mesh
         leads = all(c == 0 for a, c in mesh.coords(config.rank).items() if a not in executor.plan.home)
         conn.send(("ready", (executor.home, leads)))
@@ -222,6 +266,8 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
         try:
             _serve(executor, conn, memory, slot_bytes, leads and executor.home != 0)
         finally:
+            if executor.tiers is not None:
+                executor.tiers.close()
             memory.close()
             _leave_group()
     except (EOFError, KeyboardInterrupt):
@@ -239,16 +285,32 @@ def worker_main(config: RankConfig, conn: Connection, memory_name: str, slot_byt
 
 def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_bytes: int, reports: bool) -> None:
     while message := conn.recv_bytes():
-        slot, number, digest, variant, params, ops = pickle.loads(message)
+        content = pickle.loads(message)
+        if isinstance(content, list):
+            assert executor.tiers is not None
+            executor.tiers.start(content)
+            continue
+        slot, number, digest, variant, params, ops, loads = content
         start = slot * slot_bytes
         plan = _scheduler.Plan.unpack(_slot(memory, start, slot_bytes))
         if (plan.step, plan.digest) != (number, digest):
             raise RuntimeError(
                 f"step {number}: the plan in shared memory is that of step {plan.step}; the ranks have diverged"
             )
-        result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops))
+        result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops, loads))
         if reports:
             conn.send(("result", result))
+
+
+def _answering(config: RankConfig, executor: Executor, answers: Connection) -> None:
+    """Starts a worker's tiers, which answer on its pipe from whatever thread ends an order."""
+    lock = threading.Lock()
+
+    def report(ticket: int, pages: int) -> None:
+        with lock, contextlib.suppress(OSError):  # the core has gone: nobody waits
+            answers.send((ticket, pages, tiers.totals()))
+
+    tiers = rank_tiers(config, executor, report)
 
 
 def _leave_group() -> None:
