@@ -17,7 +17,7 @@ class QueueFull(RuntimeError):
 class Stats(TypedDict):
     running: int
     waiting: int
-    leaving: int  # ended or retracted, held by a step in flight
+    leaving: int  # ended or retracted, held by a step or a transfer in flight
     in_flight: int  # plans out
     kv_pages_total: int
     kv_pages_free: int
@@ -30,6 +30,26 @@ class Stats(TypedDict):
     evicted_pages: int
     steps: int
     step_tokens: int
+    hit_tokens_device: int  # prefix_hit_tokens by the tier that had them
+    hit_tokens_host: int
+    hit_tokens_storage: int
+    host_pages_total: int
+    host_pages_free: int
+    host_pages_cached: int  # in the host's prefix tree
+    host_pages_pinned: int  # in use by requests or transfers
+    host_evicted_pages: int
+    write_back_in_flight: int  # tickets
+    load_back_in_flight: int
+    prefetch_in_flight: int
+    backup_in_flight: int
+    write_back_pages: int  # that arrived
+    load_back_pages: int
+    prefetch_pages: int
+    backup_pages: int
+    write_back_missing_pages: int  # that did not
+    load_back_missing_pages: int
+    prefetch_missing_pages: int
+    backup_missing_pages: int
 
 class RequestInfo(TypedDict):
     id: int
@@ -61,6 +81,10 @@ class Config:
         decode_stall_tokens: int = 0,
         ageing_steps: int = 256,
         state_snapshots: int = 0,
+        host_pages: int = 0,
+        storage: bool = False,
+        storage_min_pages: int = 1,
+        write_back_pages: int = 8,
     ) -> None: ...
     @property
     def page_size(self) -> int:
@@ -103,6 +127,18 @@ class Config:
     @property
     def state_snapshots(self) -> int:
         """Copies of recurrent states a home group; with any, a prefix is shared only up to a page that has one."""
+    @property
+    def host_pages(self) -> int:
+        """Host pages a home group; 0: no host tier. Needs prefix_cache, and no state_snapshots."""
+    @property
+    def storage(self) -> bool:
+        """Whether a store exists behind the host pages."""
+    @property
+    def storage_min_pages(self) -> int:
+        """Fewer missing pages of a prompt than this are not asked of the store."""
+    @property
+    def write_back_pages(self) -> int:
+        """A running request's computed pages go to the host in runs of at least so many."""
 
 class Output:
     """One sampled token."""
@@ -115,10 +151,42 @@ class Output:
     def finish_reason(self) -> Literal["stop", "length"] | None: ...
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache at the first admission."""
+        """Prompt tokens found in the prefix cache at the first admission: the sum of the next three."""
+    @property
+    def cached_device(self) -> int: ...
+    @property
+    def cached_host(self) -> int: ...
+    @property
+    def cached_storage(self) -> int: ...
     @property
     def num_output(self) -> int:
         """Tokens sampled so far, this one included."""
+
+class Transfer:
+    """Pages to copy between tiers: element i of one end to element i of the other, in order. Arrays are read-only views
+    that keep it alive."""
+
+    @property
+    def ticket(self) -> int:
+        """Names it in `Scheduler.transferred` and `Plan.loads`; never given twice."""
+    @property
+    def kind(self) -> Literal["write_back", "load_back", "prefetch", "backup"]:
+        """Device to host, host to device, storage to host, host to storage."""
+    @property
+    def group(self) -> int:
+        """Home group."""
+    @property
+    def request_id(self) -> int:
+        """-1: of no request."""
+    @property
+    def device(self) -> Int32Array:
+        """[n] device pages; empty for prefetch and backup."""
+    @property
+    def host(self) -> Int32Array:
+        """[n] host pages."""
+    @property
+    def keys(self) -> NDArray[np.uint8]:
+        """[n, 16] page keys, as `page_keys` gives them."""
 
 class Plan:
     """One step's work. Arrays are read-only views that keep the plan alive.
@@ -140,6 +208,9 @@ class Plan:
     @property
     def digest(self) -> int:
         """64 bits over the header and all arrays."""
+    @property
+    def loads(self) -> NDArray[np.int64]:
+        """[k] tickets of the load-backs whose pages this step reads; no earlier plan reads them."""
     @property
     def ids(self) -> Int32Array:
         """[dp*t] token id; -(request slot + 1): the token last sampled for that slot; 0: hole."""
@@ -208,8 +279,9 @@ class Scheduler:
         stop_token_ids: Sequence[int] = ...,
         priority: int = 0,
         cache_salt: bytes = b"",
+        bootstrap: bool = False,
     ) -> None:
-        """Queues a request. Of two priorities the lower goes first.
+        """Queues a request. Of two priorities the lower goes first. `bootstrap`: it is not served before `bootstrapped`.
 
         ValueError: empty prompt, id in use, longer than max_seq_len, or more pages than the pool has. QueueFull: the
         bounded queue is full. Nothing has changed then.
@@ -222,7 +294,19 @@ class Scheduler:
     def finish(self, request_id: int) -> bool:
         """Ends a request as a stop token does: its full pages stay cached. Returns as `abort` does."""
     def retract(self, request_id: int) -> bool:
-        """Sends a running request back to wait; it will recompute. False if it does not run."""
+        """Sends a running request back to wait; it recomputes what no tier keeps. False if it does not run."""
+    def bootstrapped(self, request_id: int) -> bool:
+        """The handshake with the peer is done. False if the request does not wait for one."""
+    def bootstrap_failed(self, request_id: int) -> bool:
+        """The handshake with the peer failed: the request ends. False if it does not wait for one."""
+    def transfers(self) -> list[Transfer]:
+        """What is to be started now, each handed out once, in the order in which it must be enqueued: to be called after
+        each `next_plan` and before its step is launched, and whenever nothing runs."""
+    def transferred(self, ticket: int, pages: int) -> bool:
+        """The first `pages` of a transfer's pages arrived; the others are given up.
+
+        False, nothing changed: the ticket is unknown, or was answered before. ValueError: more pages than it has.
+        """
     def next_plan(self) -> Plan | None:
         """The next step; None when nothing can run now or max_in_flight plans are out."""
     def advance(self, step: int, tokens: Int32Array) -> list[Output]:
@@ -233,14 +317,14 @@ class Scheduler:
     def fail(self, step: int) -> None:
         """The oldest step in flight failed: its requests wait again, without what the step would have given."""
     def cached_prefix(self, tokens: Int32Array, cache_salt: bytes = b"") -> int:
-        """Tokens of a prompt that the prefix cache would supply, in the best home group. Changes nothing."""
+        """Tokens of a prompt that the device's or the host's cache would supply, in the best home group. Changes nothing."""
     def stats(self) -> Stats: ...
     def check(self) -> None:
         """RuntimeError naming the first broken invariant. O(pages + tokens)."""
     def snapshot(self) -> list[RequestInfo]:
         """Every live request, in the order of service."""
-    def flush_cache(self) -> int:
-        """Evicts every cached page that nobody uses; the number of pages."""
+    def flush_cache(self, tier: Literal["all", "device", "host"] = "all") -> int:
+        """Evicts every cached page of the tier that nobody uses; the number of pages."""
 
 def states_markdown() -> str:
     """The documentation page of the event x state table."""

@@ -44,20 +44,18 @@ class Guarded {
   Scheduler scheduler_;
 };
 
-// `view(plan)` as a numpy array that keeps the Python plan alive. Read-only: the digest was taken.
+// `array`, which `owner` holds, as a numpy array that keeps it alive. Read-only; without a shape it is flat.
 template <class T>
-py::array View(const py::object& plan, std::span<T> array, std::vector<py::ssize_t> shape) {
-  py::array_t<T> view(std::move(shape), array.data(), plan);
+py::array View(const py::object& owner, std::span<T> array, std::vector<py::ssize_t> shape = {}) {
+  if (shape.empty()) shape = {static_cast<py::ssize_t>(array.size())};
+  py::array_t<std::remove_const_t<T>> view(std::move(shape), array.data(), owner);
   view.attr("flags").attr("writeable") = false;
   return view;
 }
 
 template <class Member>
 auto ArrayOf(Member member) {
-  return [member](const py::object& self) {
-    const auto array = self.cast<const Plan&>().arrays().*member;
-    return View(self, array, {static_cast<py::ssize_t>(array.size())});
-  };
+  return [member](const py::object& self) { return View(self, self.cast<const Plan&>().arrays().*member); };
 }
 
 std::span<const std::byte> BytesOf(const py::buffer_info& info) {
@@ -77,13 +75,23 @@ py::buffer_info Contiguous(const py::buffer& buffer, bool writable) {
 
 py::dict StatsDict(const Stats& s) {
   using namespace py::literals;
-  return py::dict("running"_a = s.running, "waiting"_a = s.waiting, "leaving"_a = s.leaving,
-                  "in_flight"_a = s.in_flight, "kv_pages_total"_a = s.kv_pages_total,
-                  "kv_pages_free"_a = s.kv_pages_free, "kv_pages_cached"_a = s.kv_pages_cached,
-                  "kv_pages_evictable"_a = s.kv_pages_evictable, "queued_tokens"_a = s.queued_tokens,
-                  "prefix_query_tokens"_a = s.prefix_query_tokens, "prefix_hit_tokens"_a = s.prefix_hit_tokens,
-                  "retractions"_a = s.retractions, "evicted_pages"_a = s.evicted_pages, "steps"_a = s.steps,
-                  "step_tokens"_a = s.step_tokens);
+  py::dict dict("running"_a = s.running, "waiting"_a = s.waiting, "leaving"_a = s.leaving, "in_flight"_a = s.in_flight,
+                "kv_pages_total"_a = s.kv_pages_total, "kv_pages_free"_a = s.kv_pages_free,
+                "kv_pages_cached"_a = s.kv_pages_cached, "kv_pages_evictable"_a = s.kv_pages_evictable,
+                "queued_tokens"_a = s.queued_tokens, "prefix_query_tokens"_a = s.prefix_query_tokens,
+                "prefix_hit_tokens"_a = s.prefix_hit_tokens, "retractions"_a = s.retractions,
+                "evicted_pages"_a = s.evicted_pages, "steps"_a = s.steps, "step_tokens"_a = s.step_tokens,
+                "hit_tokens_device"_a = s.hit_tokens_device, "hit_tokens_host"_a = s.hit_tokens_host,
+                "hit_tokens_storage"_a = s.hit_tokens_storage, "host_pages_total"_a = s.host_pages_total,
+                "host_pages_free"_a = s.host_pages_free, "host_pages_cached"_a = s.host_pages_cached,
+                "host_pages_pinned"_a = s.host_pages_pinned, "host_evicted_pages"_a = s.host_evicted_pages);
+  for (std::size_t kind = 0; kind < kTransferKinds; ++kind) {
+    const std::string name(NameOf(static_cast<TransferKind>(kind)));
+    dict[py::str(name + "_in_flight")] = s.transfers[kind];
+    dict[py::str(name + "_pages")] = s.moved_pages[kind];
+    dict[py::str(name + "_missing_pages")] = s.missing_pages[kind];
+  }
+  return dict;
 }
 
 py::dict InfoDict(const RequestInfo& info) {
@@ -99,14 +107,17 @@ void BindConfig(py::module_& module) {
   py::class_<Config>(module, "Config", "Sizes and policy of a scheduler; a value that cannot work raises ValueError.")
       .def(py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
                        int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
-                       int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots) {
+                       int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots,
+                       int host_pages, bool storage, int storage_min_pages, int write_back_pages) {
              Config config{page_size,           num_pages,
                            max_requests,        std::move(token_buckets),
                            max_seq_len,         dp,
                            prefill_chunk,       prefix_cache,
                            max_queued_requests, max_queued_tokens,
                            max_in_flight,       decode_stall_tokens,
-                           ageing_steps,        state_snapshots};
+                           ageing_steps,        state_snapshots,
+                           host_pages,          storage,
+                           storage_min_pages,   write_back_pages};
              config.Validate();
              return config;
            }),
@@ -114,7 +125,9 @@ void BindConfig(py::module_& module) {
            "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
            "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
            "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
-           "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots)
+           "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots,
+           "host_pages"_a = defaults.host_pages, "storage"_a = defaults.storage,
+           "storage_min_pages"_a = defaults.storage_min_pages, "write_back_pages"_a = defaults.write_back_pages)
       .def_readonly("page_size", &Config::page_size)
       .def_readonly("num_pages", &Config::num_pages)
       .def_readonly("max_requests", &Config::max_requests)
@@ -128,14 +141,21 @@ void BindConfig(py::module_& module) {
       .def_readonly("max_in_flight", &Config::max_in_flight)
       .def_readonly("decode_stall_tokens", &Config::decode_stall_tokens)
       .def_readonly("ageing_steps", &Config::ageing_steps)
-      .def_readonly("state_snapshots", &Config::state_snapshots);
+      .def_readonly("state_snapshots", &Config::state_snapshots)
+      .def_readonly("host_pages", &Config::host_pages)
+      .def_readonly("storage", &Config::storage)
+      .def_readonly("storage_min_pages", &Config::storage_min_pages)
+      .def_readonly("write_back_pages", &Config::write_back_pages);
 }
 
 void BindOutput(py::module_& module) {
   py::class_<Output>(module, "Output", "One sampled token.")
       .def_readonly("request_id", &Output::request_id)
       .def_readonly("token", &Output::token)
-      .def_readonly("cached_tokens", &Output::cached_tokens)
+      .def_property_readonly("cached_tokens", [](const Output& output) { return output.cached.total(); })
+      .def_property_readonly("cached_device", [](const Output& output) { return output.cached.device; })
+      .def_property_readonly("cached_host", [](const Output& output) { return output.cached.host; })
+      .def_property_readonly("cached_storage", [](const Output& output) { return output.cached.storage; })
       .def_readonly("num_output", &Output::num_output)
       .def_property_readonly("finish_reason",
                              [](const Output& output) -> const char* {
@@ -164,6 +184,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("rows", [](const Plan& plan) { return plan.shape().rows; })
       .def_property_readonly("width", [](const Plan& plan) { return plan.shape().width; })
       .def_property_readonly("digest", &Plan::digest)
+      .def_property_readonly("loads", ArrayOf(&PlanArrays::loads))
       .def_property_readonly("ids", ArrayOf(&PlanArrays::ids))
       .def_property_readonly("pos", ArrayOf(&PlanArrays::pos))
       .def_property_readonly("slot", ArrayOf(&PlanArrays::slot))
@@ -209,6 +230,27 @@ void BindPlan(py::module_& module) {
           py::arg("buffer"));
 }
 
+void BindTransfer(py::module_& module) {
+  py::class_<Transfer>(module, "Transfer", "Pages to copy between tiers; read-only views that keep it alive.")
+      .def_readonly("ticket", &Transfer::ticket)
+      .def_property_readonly("kind", [](const Transfer& transfer) { return std::string(NameOf(transfer.kind)); })
+      .def_readonly("group", &Transfer::group)
+      .def_readonly("request_id", &Transfer::request)
+      .def_property_readonly("device",
+                             [](const py::object& self) {
+                               return View(self, std::span<const PageId>(self.cast<const Transfer&>().device));
+                             })
+      .def_property_readonly(
+          "host",
+          [](const py::object& self) { return View(self, std::span<const PageId>(self.cast<const Transfer&>().host)); })
+      .def_property_readonly("keys", [](const py::object& self) {
+        const auto& keys = self.cast<const Transfer&>().keys;
+        const auto bytes = std::as_bytes(std::span(keys));
+        return View(self, std::span(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()),
+                    {static_cast<py::ssize_t>(keys.size()), static_cast<py::ssize_t>(sizeof(PageKey))});
+      });
+}
+
 void BindScheduler(py::module_& module) {
   using namespace py::literals;
   py::class_<Guarded>(module, "Scheduler", "Decides what runs next and owns every KV page. Deterministic; thread safe.")
@@ -217,15 +259,16 @@ void BindScheduler(py::module_& module) {
       .def(
           "submit",
           [](Guarded& self, RequestId request_id, const TokenArray& tokens, int max_new_tokens, int min_new_tokens,
-             std::vector<Token> stop_token_ids, int priority, const std::string& cache_salt) {
+             std::vector<Token> stop_token_ids, int priority, const std::string& cache_salt, bool bootstrap) {
             const auto span = SpanOf(tokens, "tokens");
             self.Call([&](Scheduler& s) {
               s.Submit(request_id, span, {max_new_tokens, min_new_tokens, std::move(stop_token_ids)}, priority,
-                       cache_salt);
+                       cache_salt, bootstrap);
             });
           },
           "request_id"_a, "tokens"_a, "max_new_tokens"_a, py::kw_only(), "min_new_tokens"_a = 0,
-          "stop_token_ids"_a = std::vector<Token>(), "priority"_a = 0, "cache_salt"_a = py::bytes())
+          "stop_token_ids"_a = std::vector<Token>(), "priority"_a = 0, "cache_salt"_a = py::bytes(),
+          "bootstrap"_a = false)
       .def(
           "abort", [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Abort(id); }); },
           "request_id"_a)
@@ -235,6 +278,21 @@ void BindScheduler(py::module_& module) {
       .def(
           "retract", [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Retract(id); }); },
           "request_id"_a)
+      .def(
+          "bootstrapped",
+          [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.Bootstrapped(id); }); },
+          "request_id"_a)
+      .def(
+          "bootstrap_failed",
+          [](Guarded& self, RequestId id) { return self.Call([&](Scheduler& s) { return s.BootstrapFailed(id); }); },
+          "request_id"_a)
+      .def("transfers", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.Transfers(); }); })
+      .def(
+          "transferred",
+          [](Guarded& self, TicketId ticket, int pages) {
+            return self.Call([&](Scheduler& s) { return s.Transferred(ticket, pages); });
+          },
+          "ticket"_a, "pages"_a)
       .def("next_plan", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.NextPlan(); }); })
       .def(
           "advance",
@@ -256,7 +314,18 @@ void BindScheduler(py::module_& module) {
             return self.Call([&](Scheduler& s) { return s.CachedPrefix(span, cache_salt); });
           },
           "tokens"_a, "cache_salt"_a = py::bytes())
-      .def("flush_cache", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.FlushCache(); }); })
+      .def(
+          "flush_cache",
+          [](Guarded& self, const std::string& tier) {
+            const Tier which =
+                tier == "all"      ? Tier::kAll
+                : tier == "device" ? Tier::kDevice
+                : tier == "host"
+                    ? Tier::kHost
+                    : throw std::invalid_argument("tier is '" + tier + "'; it must be 'all', 'device' or 'host'");
+            return self.Call([&](Scheduler& s) { return s.FlushCache(which); });
+          },
+          "tier"_a = "all")
       .def("stats", [](Guarded& self) { return StatsDict(self.Call([](Scheduler& s) { return s.stats(); })); })
       .def("check", [](Guarded& self) { self.Call([](Scheduler& s) { s.Check(); }); })
       .def("snapshot", [](Guarded& self) {
@@ -275,6 +344,7 @@ PYBIND11_MODULE(_scheduler, module) {
   BindConfig(module);
   BindOutput(module);
   BindPlan(module);
+  BindTransfer(module);
   BindScheduler(module);
   module.def("states_markdown", &StatesMarkdown, "The documentation page of the event x state table.");
   module.def(

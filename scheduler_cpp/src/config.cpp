@@ -36,6 +36,16 @@ void Config::Validate() const {
   AtLeast("decode_stall_tokens", decode_stall_tokens, 0);
   AtLeast("ageing_steps", ageing_steps, 1);
   AtLeast("state_snapshots", state_snapshots, 0);
+  AtLeast("host_pages", host_pages, 0);
+  AtLeast("storage_min_pages", storage_min_pages, 1);
+  AtLeast("write_back_pages", write_back_pages, 1);
+  Require(!storage || tiered(), "storage needs host_pages: what is stored passes through host pages");
+  Require(!tiered() || prefix_cache,
+          "host_pages needs prefix_cache: the host tier keeps what the prefix cache computed");
+  Require(!tiered() || state_snapshots == 0,
+          "host_pages cannot serve a model with recurrent states (state_snapshots is " +
+              std::to_string(state_snapshots) +
+              "): a state does not travel, so no page beyond the device could be used");
   Require(max_in_flight == 1 || max_in_flight == 2,
           "max_in_flight is " + std::to_string(max_in_flight) + "; it must be 1 (synchronous) or 2 (overlapped)");
   Require(!token_buckets.empty(), "token_buckets is empty; give at least one size");

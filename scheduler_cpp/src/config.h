@@ -22,10 +22,15 @@ struct Config {
   int ageing_steps = 256;       // waiting so many steps weighs as much as one priority class
   // Copies of recurrent states a home group; where there are any, a prefix is shared only up to a page that has one.
   int state_snapshots = 0;
+  int host_pages = 0;         // host pages a home group; 0: no host tier
+  bool storage = false;       // a store exists behind the host pages
+  int storage_min_pages = 1;  // fewer missing pages than this are not asked of the store
+  int write_back_pages = 8;   // a running request's computed pages go to the host in runs of at least so many
 
   int budget() const noexcept { return token_buckets.back(); }
   int chunk() const noexcept { return prefill_chunk == 0 ? budget() : prefill_chunk; }
   int stall() const noexcept { return decode_stall_tokens == 0 ? budget() : decode_stall_tokens; }
+  bool tiered() const noexcept { return host_pages > 0; }
   // Requests that a home group runs at once: each gets at least one token in every step.
   int max_running() const noexcept { return max_requests < budget() ? max_requests : budget(); }
   // The smallest bucket that holds `tokens` (at most the budget).

@@ -7,18 +7,34 @@
 #include "scheduler.h"
 
 namespace tokenspeed {
+namespace {
+
+// The load-back whose pages the request's first step reads, if it has not ended.
+const Ticket* Reads(const Chosen& chosen) noexcept {
+  const Run& run = *RunOf(chosen.request->state);
+  return run.fresh && run.load ? &*run.load : nullptr;
+}
+
+}  // namespace
 
 Plan Scheduler::Emit() {
   int tokens = 0;
   for (auto& group : groups_) tokens = std::max(tokens, config_.budget() - group->tokens_left);
   const int bucket = config_.BucketFor(tokens);
-  const PlanShape shape{config_.dp, bucket, std::min(bucket, config_.max_requests), TableWidth()};
+  int loads = 0;
+  for (const auto& group : groups_)
+    for (const Chosen& chosen : group->chosen) loads += Reads(chosen) != nullptr;
+  const PlanShape shape{config_.dp, bucket, std::min(bucket, config_.max_requests), TableWidth(), loads};
   const std::shared_ptr<PlanBuffer> buffer = plans_.Acquire(shape.width);
   InFlight& record = flights_[static_cast<std::size_t>(oldest_flight_ + flights_out_) % flights_.size()];
   record.chosen.assign(shape.requests(), {});
   row_digests_.assign(shape.requests(), 0);
   // Nothing below can fail.
   Plan plan(buffer, next_step_, shape);
+  auto load = plan.arrays().loads.begin();
+  for (const auto& group : groups_)
+    for (const Chosen& chosen : group->chosen)
+      if (const Ticket* ticket = Reads(chosen)) *load++ = ticket->id;
   for (std::size_t g = 0; g < groups_.size(); ++g) EmitGroup(g, *buffer, shape, plan.arrays(), record);
   plan.Seal(row_digests_);
   record.step = next_step_++;

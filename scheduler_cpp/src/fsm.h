@@ -86,7 +86,7 @@ template <class S>
 struct Targets<std::optional<S>> {
   static void AddTo(TableCell& cell) {
     cell.stays = true;
-    cell.to.push_back(S::kName);
+    Targets<S>::AddTo(cell);
   }
 };
 

@@ -1,5 +1,6 @@
-// One data-parallel home group: a page pool, its prefix cache and request slots, and the requests that live there.
-// `running` is sorted, oldest first. free + owned + cached pages = all pages, at all times.
+// One data-parallel home group: pages of the device and of the host, a prefix cache over each, request slots, and the
+// requests that live there. `running` is sorted, oldest first. free + owned + cached pages = all pages of a tier, at
+// all times.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,11 @@ struct Chosen {
 
 struct HomeGroup {
   explicit HomeGroup(const Config& config)
-      : pool(config.num_pages), cache(pool, config.page_size, config.state_snapshots), slots(config.max_requests) {
+      : pool(config.num_pages),
+        cache(pool, config.page_size, config.state_snapshots),
+        host_pool(config.host_pages),
+        host_cache(host_pool, config.page_size),
+        slots(config.max_requests) {
     const auto most = static_cast<std::size_t>(config.max_requests);
     for (auto* list : {&chosen, &arranged}) list->reserve(most);
     running.reserve(most);
@@ -38,11 +43,25 @@ struct HomeGroup {
     return pool.Take();
   }
 
+  // Pages that come back to the pool without anybody being retracted, when a step or a transfer in flight returns.
+  bool expects_pages() const noexcept { return !leaving.empty() || pool.held() > 0; }
+
+  // The same of the host's pages.
+  int host_available() const noexcept { return host_pool.free() + host_cache.evictable(); }
+  OwnedPage TakeHostPage() noexcept {
+    if (host_pool.free() == 0) host_cache.EvictOne();
+    return host_pool.Take();
+  }
+
   PagePool pool;
   PrefixCache cache;
+  PagePool host_pool;
+  PrefixCache host_cache;
   SlotPool slots;
   std::vector<Request*> running;
-  int leaving = 0;  // requests that hold resources only until a step in flight returns
+  RequestQueue leaving;         // hold device pages only until a step or a transfer in flight returns
+  std::vector<Ticket> backups;  // to storage; of no request
+  int backup_pages = 0;         // pages that they pin
 
   // The plan being made.
   std::vector<Chosen> chosen;    // in the order of choice

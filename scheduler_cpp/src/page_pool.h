@@ -1,5 +1,6 @@
 // The pages of one tier. A page is at any time in exactly one place: in the pool's free list, in an OwnedPage (or the
-// Residency that absorbed it), or in the prefix cache. The pool's destructor checks that all of them came home.
+// Residency that absorbed it), in the prefix cache, or held until a step in flight has read it for the last time. The
+// pool's destructor checks that all of them came home.
 #pragma once
 
 #include <utility>
@@ -47,9 +48,22 @@ class PagePool {
   // Never allocates: the free list's capacity is the pool's size.
   void Return(PageId page) noexcept;
 
+  // Takes a page back that steps up to `until` (in flight) may still read: it is free once that step has returned, so
+  // that a transfer, which runs beside the steps, never writes it too early. `until` < 0: at once.
+  void Hold(OwnedPage page, StepId until) noexcept;
+  // Step `step` has returned.
+  void Release(StepId step) noexcept;
+  int held() const noexcept { return static_cast<int>(held_.size()); }
+  bool IsHeld(PageId page) const noexcept;
+
  private:
+  struct Held {
+    PageId page;
+    StepId until;
+  };
   std::vector<PageId> free_;  // a stack
   std::vector<char> is_free_;
+  std::vector<Held> held_;  // ascending `until`
 };
 
 inline OwnedPage::~OwnedPage() {

@@ -17,15 +17,17 @@ struct Header {
   std::uint64_t digest;
   std::int64_t step;
   std::int32_t dp, bucket, rows, width;
+  std::int64_t loads;
   std::uint64_t bytes;  // of the whole packed plan
 };
-static_assert(sizeof(Header) == 48 && std::is_trivially_copyable_v<Header>);
+static_assert(sizeof(Header) == 56 && std::is_trivially_copyable_v<Header>);
 static_assert(std::endian::native == std::endian::little, "the packed form is little endian");
 
-constexpr std::uint64_t kMagic = 0x32304e414c505354ULL;  // "TSPLAN02"
+constexpr std::uint64_t kMagic = 0x33304e414c505354ULL;  // "TSPLAN03"
 
 std::size_t PackedSize(const PlanShape& shape) {
   return sizeof(Header) + shape.requests() * (sizeof(std::int64_t) + 5 * sizeof(std::int32_t) + 1) +
+         static_cast<std::size_t>(shape.loads) * sizeof(std::int64_t) +
          (4 * shape.tokens() + 2 * static_cast<std::size_t>(shape.dp) + shape.cells()) * sizeof(std::int32_t);
 }
 
@@ -37,10 +39,10 @@ PlanBuffer::PlanBuffer(int dp, int max_bucket, int max_rows, int width)
       dp_(static_cast<std::size_t>(dp)),
       width_(width) {
   const std::size_t cells = max_requests_ * static_cast<std::size_t>(width);
-  bytes_.reset(new std::byte[max_requests_ * (sizeof(std::int64_t) + 5 * sizeof(std::int32_t) + 1) +
+  bytes_.reset(new std::byte[max_requests_ * (2 * sizeof(std::int64_t) + 5 * sizeof(std::int32_t) + 1) +
                              (4 * max_tokens_ + 2 * dp_ + cells) * sizeof(std::int32_t)]);
   tags_ = std::make_unique<RowTag[]>(max_requests_);
-  std::ranges::fill(Arrays({dp, max_bucket, max_rows, width}).table, kNoPage);
+  std::ranges::fill(Arrays({dp, max_bucket, max_rows, width, 0}).table, kNoPage);
 }
 
 PlanArrays PlanBuffer::Arrays(const PlanShape& shape) const noexcept {
@@ -52,6 +54,7 @@ PlanArrays PlanBuffer::Arrays(const PlanShape& shape) const noexcept {
   };
   const std::size_t dp = dp_, t = shape.tokens(), s = shape.requests();
   take(arrays.request_ids, max_requests_, s);
+  take(arrays.loads, max_requests_, static_cast<std::size_t>(shape.loads));
   for (auto* array : {&arrays.ids, &arrays.pos, &arrays.slot, &arrays.row}) take(*array, max_tokens_, t);
   for (auto* array : {&arrays.last, &arrays.request_slots, &arrays.out_pos, &arrays.load_state, &arrays.save_state})
     take(*array, max_requests_, s);
@@ -66,7 +69,7 @@ void PlanBuffer::WriteRow(std::size_t index, std::uint64_t content, std::span<co
   const auto filled = static_cast<std::size_t>(tag.filled);
   if (tag.content == content && filled == pages.size()) return;
   const auto width = static_cast<std::size_t>(width_);
-  PageId* cells = Arrays({static_cast<int>(dp_), 0, 0, width_}).table.data() + index * width;
+  PageId* cells = Arrays({static_cast<int>(dp_), 0, 0, width_, 0}).table.data() + index * width;
   const std::size_t kept = tag.content == content && filled < pages.size() ? filled : 0;
   std::ranges::copy(pages.subspan(kept), cells + kept);
   if (filled > pages.size()) std::fill(cells + pages.size(), cells + filled, kNoPage);
@@ -81,7 +84,8 @@ Plan::Plan(std::shared_ptr<PlanBuffer> buffer, StepId step, const PlanShape& sha
 std::uint64_t Plan::DigestWith(std::span<const std::uint64_t> row_digests) const noexcept {
   Digest digest;
   digest.Add(static_cast<std::uint64_t>(step_));
-  for (int size : {shape_.dp, shape_.bucket, shape_.rows, shape_.width}) digest.Add(static_cast<std::uint64_t>(size));
+  for (int size : {shape_.dp, shape_.bucket, shape_.rows, shape_.width, shape_.loads})
+    digest.Add(static_cast<std::uint64_t>(size));
   arrays_.ForEachButTable([&]<class T>(std::span<T> array) { digest.Add(std::span<const T>(array)); });
   digest.Add(row_digests);
   return digest.value();
@@ -95,7 +99,8 @@ void Plan::Pack(std::span<std::byte> out) const {
   if (out.size() < packed_size())
     throw std::invalid_argument("a plan of " + std::to_string(packed_size()) + " bytes does not fit into a buffer of " +
                                 std::to_string(out.size()));
-  const Header header{kMagic, digest_, step_, shape_.dp, shape_.bucket, shape_.rows, shape_.width, packed_size()};
+  const Header header{kMagic,      digest_,      step_,        shape_.dp,    shape_.bucket,
+                      shape_.rows, shape_.width, shape_.loads, packed_size()};
   std::byte* at = out.data();
   auto put = [&](const void* from, std::size_t bytes) {
     if (bytes > 0) std::memcpy(at, from, bytes);
@@ -112,12 +117,13 @@ Plan Plan::Unpack(std::span<const std::byte> bytes) {
   if (bytes.size() < sizeof(header)) refuse("it has " + std::to_string(bytes.size()) + " bytes, fewer than a header");
   std::memcpy(&header, bytes.data(), sizeof(header));
   if (header.magic != kMagic) refuse("the magic number is wrong (another version, or never written)");
-  const PlanShape shape{header.dp, header.bucket, header.rows, header.width};
+  const PlanShape shape{header.dp, header.bucket, header.rows, header.width, static_cast<int>(header.loads)};
   // Each factor is bounded by the size of the buffer first, so that the products below cannot overflow.
   const auto bound = static_cast<std::int64_t>(bytes.size());
   for (std::int64_t size : {header.dp, header.bucket, header.rows, header.width})
     if (size < 1 || size > bound) refuse("a size in its header is out of range");
-  if (std::int64_t{header.dp} * header.bucket > bound || std::int64_t{header.dp} * header.rows > bound ||
+  if (header.loads < 0 || header.loads > std::int64_t{header.dp} * header.rows ||
+      std::int64_t{header.dp} * header.bucket > bound || std::int64_t{header.dp} * header.rows > bound ||
       std::int64_t{header.dp} * header.rows > bound / header.width || PackedSize(shape) != header.bytes ||
       header.bytes > bytes.size())
     refuse("its header promises more bytes than the " + std::to_string(bytes.size()) + " given (truncated?)");

@@ -21,6 +21,7 @@ struct PlanShape {
   int bucket = 0;  // t: token rows a home block
   int rows = 0;    // s: request rows a home block
   int width = 0;   // columns of the table
+  int loads = 0;   // load-backs that the step reads
 
   std::size_t tokens() const noexcept { return static_cast<std::size_t>(dp) * static_cast<std::size_t>(bucket); }
   std::size_t requests() const noexcept { return static_cast<std::size_t>(dp) * static_cast<std::size_t>(rows); }
@@ -30,6 +31,7 @@ struct PlanShape {
 // All arrays of a plan. T = dp * bucket, S = dp * rows; row indices count within the home block.
 struct PlanArrays {
   std::span<std::int64_t> request_ids;    // [S] -1: hole
+  std::span<std::int64_t> loads;          // [loads] tickets of the load-backs whose pages the step reads
   std::span<std::int32_t> ids;            // [T] token id; -(slot + 1): the token last sampled for that slot; 0: hole
   std::span<std::int32_t> pos;            // [T] position in the sequence; -1: hole
   std::span<std::int32_t> slot;           // [T] KV slot, page * page_size + offset; -1: hole
@@ -47,7 +49,8 @@ struct PlanArrays {
   // Calls `visit(array)` for each array but the table, in the order of the packed form.
   template <class F>
   void ForEachButTable(F&& visit) const {
-    visit(request_ids), visit(ids), visit(pos), visit(slot), visit(row), visit(last), visit(request_slots);
+    visit(request_ids), visit(loads), visit(ids), visit(pos), visit(slot), visit(row), visit(last),
+        visit(request_slots);
     visit(out_pos), visit(load_state), visit(save_state), visit(num_tokens), visit(num_rows), visit(new_rows);
   }
 };

@@ -25,9 +25,11 @@ bool WantsDecode(const Request& request, const Run& run) noexcept {
 
 std::optional<Plan> Scheduler::NextPlan() {
   if (flights_out_ == config_.max_in_flight) return std::nullopt;
+  StartFetches();
   bool any = false;
   for (auto& group : groups_) {
     group->cache.Tick();
+    group->host_cache.Tick();
     group->chosen.clear();
     group->tokens_left = config_.budget();
     group->open = true;
@@ -56,8 +58,8 @@ bool Scheduler::MakeRoom(HomeGroup& group, Request& request) noexcept {
   if (run.planned / config_.page_size < run.kv.pages()) return true;
   while (group.available() == 0) {
     group.open = false;  // what becomes free belongs to those that run
-    // Pages of a request on its way out come back with the step in flight: retract no more than needed.
-    if (group.leaving > 0) return false;
+    // Pages of a request on its way out come back with what is in flight: retract no more than needed.
+    if (group.expects_pages()) return false;
     Request& newest = *group.running.back();
     Send(newest, event::Retract{});
     if (&newest == &request) return false;
@@ -102,11 +104,14 @@ void Scheduler::AdmitWaiting() {
       if (wait || !group.open || (request.admitted_before() && request.group != g)) continue;
       if (!Fits(group, request)) continue;
       // The longest cached prefix, then the fewest requests, then the lowest index.
-      if (best == nullptr || path_.size() > best_path_.size() ||
-          (path_.size() == best_path_.size() && group.running.size() < best->running.size())) {
+      const std::size_t cached = std::max(path_.size(), host_path_.size());
+      const std::size_t best_cached = std::max(best_path_.size(), best_host_path_.size());
+      if (best == nullptr || cached > best_cached ||
+          (cached == best_cached && group.running.size() < best->running.size())) {
         best = &group;
         best_index = g;
         std::swap(path_, best_path_);
+        std::swap(host_path_, best_host_path_);
       }
     }
     if (!any_open) return;
@@ -143,7 +148,8 @@ bool Scheduler::ComputedElsewhere(const Request& request) const noexcept {
 }
 
 // Read-only probe: the pages that admission would draw against the pages that can be drawn. On success `path_` holds
-// the cached prefix.
+// the prefix that is cached on the device and `host_path_` the one on the host, which may be longer: what lies behind
+// the device's is loaded into pages that are drawn like those of the rest.
 bool Scheduler::Fits(HomeGroup& group, const Request& request) {
   const TokenSequence& tokens = *TokensOf(request.state);
   const auto reusable = config_.prefix_cache ? tokens.keys().first(static_cast<std::size_t>(tokens.reusable_pages()))
@@ -160,7 +166,11 @@ bool Scheduler::Fits(HomeGroup& group, const Request& request) {
   const int matched = static_cast<int>(path_.size());
   const int headroom = static_cast<int>(group.running.size());  // each may need a page for its next token
   const int drawn = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
-  if (drawn + headroom <= group.available()) return true;
+  if (drawn + headroom <= group.available()) {
+    host_path_.clear();
+    if (config_.tiered()) group.host_cache.Match(reusable, tokens.ids(), host_path_);
+    return true;
+  }
   group.blocked = {request.order.sequence, group.epoch, group.available(), matched,
                    path_.empty() ? kNoPage : path_.back()};
   return false;
@@ -171,23 +181,48 @@ int Scheduler::PagesAtAdmission(const Request& request) const noexcept {
   return PagesFor(std::min(TokensOf(request.state)->size() + 1, request.total - 1), config_.page_size);
 }
 
+// The tokens that each tier supplies, where the device has the first `on_device` of `reused`.
+CachedTokens Scheduler::CachedAt(const Request& request, int on_device, int reused) const noexcept {
+  CachedTokens cached{.device = on_device, .host = reused - on_device};
+  if (const auto* fetched = std::get_if<PrefetchDone>(&request.state)) {
+    const int first = std::max(fetched->stored.first * config_.page_size, on_device);
+    cached.storage = std::max(std::min(fetched->stored.end * config_.page_size, reused) - first, 0);
+    cached.host -= cached.storage;
+  }
+  return cached;
+}
+
 void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   const int pages = PagesAtAdmission(request);
   TokensOf(request.state)->Reserve(request.total);
   Residency kv(group.pool, group.cache, content_ids_, best_path_, PagesFor(request.total, config_.page_size));
+  const std::size_t on_device = best_path_.size();
+  const auto* retracted = std::get_if<Retracted>(&request.state);
+  std::optional<Ticket> load;
+  Transfer transfer;
+  if (best_host_path_.size() > on_device && !(retracted != nullptr && retracted->distrust))
+    load = MakeLoad(index, request, best_host_path_, on_device, transfer);
   // Nothing below can fail.
+  NodeRef host;
+  if (config_.tiered()) host = group.host_cache.Pin(best_host_path_.empty() ? kNoPage : best_host_path_.back());
   while (kv.pages() < pages) kv.Append(group.TakePage());
-  const int reused = static_cast<int>(best_path_.size()) * config_.page_size;
+  const int reused = static_cast<int>(on_device + (load ? transfer.host.size() : 0)) * config_.page_size;
+  if (load) {
+    std::ranges::copy(kv.table().subspan(on_device, transfer.host.size()), transfer.device.begin());
+    Register(*load, &request, std::move(transfer));
+  }
   if (!request.admitted_before()) {
     LeaveQueue(request);
     request.group = index;
-    request.cached_tokens = reused;
+    request.cached = CachedAt(request, static_cast<int>(on_device) * config_.page_size, reused);
     prefix_query_tokens_ += request.prompt();
-    prefix_hit_tokens_ += reused;
+    hit_device_ += request.cached.device;
+    hit_host_ += request.cached.host;
+    hit_storage_ += request.cached.storage;
   }
   const bool resumes = config_.state_snapshots > 0 && !best_path_.empty();
   const int resumed = resumes ? group.cache.snapshots().Use(best_path_.back()) : -1;
-  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused, resumed});
+  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused, resumed, std::move(host), std::move(load)});
   ChoosePrefill(group, request);
 }
 

@@ -80,6 +80,10 @@ void PrefixCache::Deactivate(PageId node) noexcept {
   }
 }
 
+void PrefixCache::PathTo(PageId node, std::span<PageId> path) const noexcept {
+  for (auto at = path.rbegin(); at != path.rend(); ++at, node = At(node).parent) *at = node;
+}
+
 NodeRef PrefixCache::Pin(PageId node) noexcept {
   NodeRef ref(*this);
   Activate(node);
@@ -96,7 +100,7 @@ void PrefixCache::Insert(NodeRef& ref, const PageKey& key, const Token* tokens, 
   const PageId id = page.Release();
   const PageId parent = ref.node_;
   // The pin moves from the parent to the child, so the parent's count of active uses stays what it was.
-  At(id) = {key, epoch_, parent, parent == kNoPage ? 1 : At(parent).depth + 1, 0, 1};
+  At(id) = {.key = key, .epoch = epoch_, .parent = parent, .depth = Depth(parent) + 1, .active = 1};
   if (parent != kNoPage) ++At(parent).children;
   std::copy_n(tokens, page_size_, tokens_.begin() + static_cast<std::ptrdiff_t>(page_size_) * id);
   std::size_t at = Home(key);
@@ -124,7 +128,7 @@ bool PrefixCache::EvictOne() noexcept {
   if (leaves_.empty()) return false;
   const PageId page = leaves_.top();
   leaves_.Remove(page);
-  IndexErase(page);
+  if (!At(page).forgotten) IndexErase(page);
   const PageId parent = At(page).parent;
   At(page) = {};
   snapshots_.Drop(page);
@@ -135,6 +139,12 @@ bool PrefixCache::EvictOne() noexcept {
   ++evicted_total_;
   pool_.Return(page);
   return true;
+}
+
+void PrefixCache::Forget(PageId node) noexcept {
+  if (At(node).forgotten) return;
+  IndexErase(node);
+  At(node).forgotten = true;
 }
 
 int PrefixCache::Flush() noexcept {
@@ -160,7 +170,8 @@ void PrefixCache::Check(std::span<const int> pins) const {
     const int parent_depth = node.parent == kNoPage ? 0 : At(node.parent).depth;
     require(node.parent == kNoPage || parent_depth > 0, "its parent is not in the tree", page);
     require(node.depth == parent_depth + 1, "depth differs from its parent's depth + 1", page);
-    require(FindChild(node.parent, node.key, TokensOf(page).data()) == page, "is not found by its key", page);
+    const PageId found = FindChild(node.parent, node.key, TokensOf(page).data());
+    require(node.forgotten ? found != page : found == page, "is not found by its key, or found though forgotten", page);
     if (node.parent == kNoPage) continue;
     ++children[static_cast<std::size_t>(node.parent)];
     if (node.active > 0) ++active[static_cast<std::size_t>(node.parent)];

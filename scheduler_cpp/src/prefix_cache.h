@@ -20,9 +20,11 @@ namespace tokenspeed {
 
 class PrefixCache;
 
-// A pin on one node (kNoPage: the root, which needs none). Move-only; unpins when dropped.
+// A pin on one node (kNoPage: the root, which needs none). Move-only; unpins when dropped. A default one is of no
+// cache: there is no such tier.
 class NodeRef {
  public:
+  NodeRef() noexcept = default;
   explicit NodeRef(PrefixCache& cache) noexcept : cache_(&cache) {}
   NodeRef(NodeRef&& other) noexcept : cache_(other.cache_), node_(std::exchange(other.node_, kNoPage)) {}
   NodeRef& operator=(NodeRef&& other) noexcept {
@@ -33,10 +35,13 @@ class NodeRef {
   ~NodeRef();
 
   PageId node() const noexcept { return node_; }
+  PrefixCache* cache() const noexcept { return cache_; }
+  int depth() const noexcept;        // pages from the root to the node; 0 at the root, and of no cache
+  NodeRef Another() const noexcept;  // a second pin on the same node
 
  private:
   friend class PrefixCache;
-  PrefixCache* cache_;
+  PrefixCache* cache_ = nullptr;
   PageId node_ = kNoPage;
 };
 
@@ -67,11 +72,25 @@ class PrefixCache {
   Snapshots& snapshots() noexcept { return snapshots_; }
   const Snapshots& snapshots() const noexcept { return snapshots_; }
 
+  int Depth(PageId node) const noexcept { return node == kNoPage ? 0 : At(node).depth; }
+  PageId Parent(PageId node) const noexcept { return At(node).parent; }
+  const PageKey& KeyOf(PageId page) const noexcept { return At(page).key; }
+  // The last `path.size()` nodes of the path to `node`, in token order.
+  void PathTo(PageId node, std::span<PageId> path) const noexcept;
+
   [[nodiscard]] NodeRef Pin(PageId node) noexcept;
   // Moves a pin one page down, to an existing child of its node.
   void Descend(NodeRef& ref, PageId child) noexcept;
   // Moves a pin one page down, to a new child that takes `page`. Never allocates.
   void Insert(NodeRef& ref, const PageKey& key, const Token* tokens, OwnedPage page) noexcept;
+
+  // The node can no longer be found, nor what hangs below it: its contents are not to be trusted. Users keep it until
+  // they drop their pins.
+  void Forget(PageId node) noexcept;
+
+  // Whether a transfer is copying the page to the next tier; a mark that the transfer sets and takes back.
+  bool IsCopying(PageId page) const noexcept { return At(page).copying; }
+  void SetCopying(PageId page, bool copying) noexcept { At(page).copying = copying; }
 
   // Returns the least recently used unpinned leaf to the pool; false when there is none.
   bool EvictOne() noexcept;
@@ -98,6 +117,8 @@ class PrefixCache {
     int depth = 0;  // pages from the root, itself included; 0: this page is not in the tree
     int children = 0;
     int active = 0;
+    bool forgotten = false;  // not in the index
+    bool copying = false;
   };
   struct IndexEntry {
     std::uint32_t tag = 0;
@@ -129,5 +150,7 @@ class PrefixCache {
 inline NodeRef::~NodeRef() {
   if (node_ != kNoPage) cache_->Deactivate(node_);
 }
+inline int NodeRef::depth() const noexcept { return node_ == kNoPage ? 0 : cache_->Depth(node_); }
+inline NodeRef NodeRef::Another() const noexcept { return cache_ == nullptr ? NodeRef() : cache_->Pin(node_); }
 
 }  // namespace tokenspeed

@@ -32,8 +32,16 @@ struct Limits {
   }
 };
 
+// Where the prompt tokens that a cache supplied at the first admission came from.
+struct CachedTokens {
+  int device = 0;
+  int host = 0;
+  int storage = 0;
+  int total() const noexcept { return device + host + storage; }
+};
+
 struct Request;
-using WaitingQueue = std::map<Order, Request*>;
+using RequestQueue = std::map<Order, Request*>;
 
 struct Request {
   RequestId id;
@@ -41,11 +49,11 @@ struct Request {
   Limits limits;
   int total;  // prompt + max_new_tokens
   State state;
-  int group = -1;         // home group; fixed by the first admission
-  int row = -1;           // row in the group's last plan that carried it
-  int cached_tokens = 0;  // prompt tokens found in the prefix cache at the first admission
-  // The request's entry while it is not waiting, so that it can queue up again without an allocation.
-  WaitingQueue::node_type queue_entry;
+  int group = -1;  // home group; fixed by the first admission
+  int row = -1;    // row in the group's last plan that carried it
+  CachedTokens cached = {};
+  // The request's entry while it is in no queue, so that it can enter one without an allocation.
+  RequestQueue::node_type queue_entry;
 
   int prompt() const noexcept { return total - limits.max_new_tokens; }
   bool admitted_before() const noexcept { return group >= 0; }
@@ -58,8 +66,8 @@ struct Output {
   RequestId request_id;
   Token token;
   FinishReason finish_reason;  // not kNone: the request has ended
-  int cached_tokens;           // prompt tokens found in the prefix cache
-  int num_output;              // tokens sampled so far, this one included
+  CachedTokens cached;
+  int num_output;  // tokens sampled so far, this one included
 };
 
 }  // namespace tokenspeed

@@ -77,11 +77,13 @@ class Residency {
   // Takes back the snapshot beside the page that ends the first `pages` of the table.
   void Forget(int pages) noexcept { cache_->snapshots().Drop(pages_[static_cast<std::size_t>(pages - 1)]); }
 
+  // The pin on the committed pages, for one that goes on using them; the table is of no use afterwards.
+  NodeRef TakePin() noexcept { return std::move(ref_); }
+
   // Gives the first `computed_pages` pages (full, and computed by steps that returned) to the prefix tree. Where the
-  // tree already has the page (another request computed the same one), this copy goes back to the pool and the table
-  // points to the tree's. Returns the number of copies given back.
-  int Commit(const TokenSequence& tokens, int computed_pages) noexcept {
-    int merged = 0;
+  // tree already has the page (another request computed the same one), the table points to the tree's and this copy
+  // goes back to the pool, once step `reader` has returned (PagePool::Hold).
+  void Commit(const TokenSequence& tokens, int computed_pages, StepId reader) noexcept {
     for (; committed_ < computed_pages; ++committed_) {
       const auto at = static_cast<std::size_t>(committed_);
       const PageKey& key = tokens.keys()[at];
@@ -96,9 +98,8 @@ class Residency {
       digest_ += CellDigest(at, twin) - CellDigest(at, pages_[at]);
       pages_[at] = twin;
       content_ = ids_->Next();
-      ++merged;
+      pool_->Hold(std::move(own), reader);
     }
-    return merged;
   }
 
  private:

@@ -30,8 +30,8 @@ Scheduler::Scheduler(Config config)
   row_digests_.reserve(rows);
 }
 
-void Scheduler::Submit(RequestId id, std::span<const Token> tokens, Limits limits, int priority,
-                       std::string_view salt) {
+void Scheduler::Submit(RequestId id, std::span<const Token> tokens, Limits limits, int priority, std::string_view salt,
+                       bool bootstrap) {
   const auto length = static_cast<std::int64_t>(tokens.size());
   if (id < 0) Refuse(id, "the id is negative; ids are 0 or more (-1 marks a hole in a plan)");
   if (length == 0) Refuse(id, "the prompt is empty; give at least one token");
@@ -68,19 +68,25 @@ void Scheduler::Submit(RequestId id, std::span<const Token> tokens, Limits limit
   std::ranges::sort(limits.stop_token_ids);
   const Order order{next_step_ + std::int64_t{priority} * config_.ageing_steps, next_sequence_};
   const PageKey root = RootKey({{KeyTag::kCacheSalt, salt}});
-  WaitingQueue entry;
+  RequestQueue entry;
+  TokenSequence sequence(tokens, config_.page_size, root, config_.prefix_cache);
   entry.emplace(order, nullptr);
   const auto [at, inserted] = requests_.try_emplace(
       id, Request{.id = id,
                   .order = order,
                   .limits = std::move(limits),
                   .total = static_cast<int>(total),
-                  .state = Submitted{TokenSequence(tokens, config_.page_size, root, config_.prefix_cache)},
+                  .state = bootstrap ? State(Bootstrapping{std::move(sequence)}) : Submitted{std::move(sequence)},
                   .queue_entry = {}});
   // Nothing below can fail.
   auto node = entry.extract(entry.begin());
   node.mapped() = &at->second;
-  waiting_.insert(std::move(node));
+  if (bootstrap) {
+    at->second.queue_entry = std::move(node);
+    ++parked_;
+  } else {
+    waiting_.insert(std::move(node));
+  }
   ++next_sequence_;
   ++queued_requests_;
   queued_tokens_ += length;
@@ -95,9 +101,14 @@ bool Scheduler::SendTo(RequestId id, Event event) noexcept {
 bool Scheduler::Abort(RequestId id) noexcept { return SendTo(id, event::Abort{}); }
 bool Scheduler::Finish(RequestId id) noexcept { return SendTo(id, event::Finish{}); }
 bool Scheduler::Retract(RequestId id) noexcept { return SendTo(id, event::Retract{}); }
+bool Scheduler::Bootstrapped(RequestId id) noexcept { return SendTo(id, event::Bootstrapped{}); }
+bool Scheduler::BootstrapFailed(RequestId id) noexcept { return SendTo(id, event::BootstrapFailed{}); }
 
 void Scheduler::Relist(Request& request, Place before, Place after) noexcept {
   switch (before) {
+    case Place::kParked:
+      --parked_;
+      break;
     case Place::kWaiting:
       request.queue_entry = waiting_.extract(request.order);
       break;
@@ -107,7 +118,10 @@ void Scheduler::Relist(Request& request, Place before, Place after) noexcept {
       break;
     }
     case Place::kLeaving:
-      --GroupOf(request).leaving;
+      request.queue_entry = GroupOf(request).leaving.extract(request.order);
+      break;
+    case Place::kLingering:
+      --lingering_;
       break;
     case Place::kGone:
       break;
@@ -116,6 +130,9 @@ void Scheduler::Relist(Request& request, Place before, Place after) noexcept {
     ++retractions_;
   if (request.group >= 0) ++GroupOf(request).epoch;
   switch (after) {
+    case Place::kParked:
+      ++parked_;
+      break;
     case Place::kWaiting:
       waiting_.insert(std::move(request.queue_entry));
       break;
@@ -126,10 +143,14 @@ void Scheduler::Relist(Request& request, Place before, Place after) noexcept {
       break;
     }
     case Place::kLeaving:
-      ++GroupOf(request).leaving;
+      GroupOf(request).leaving.insert(std::move(request.queue_entry));
+      break;
+    case Place::kLingering:
+      ++lingering_;
+      LeaveQueue(request);
       break;
     case Place::kGone:
-      if (!request.admitted_before()) LeaveQueue(request);
+      if (!request.admitted_before() && before != Place::kLingering) LeaveQueue(request);
       requests_.erase(request.id);
       break;
   }
@@ -151,6 +172,7 @@ Scheduler::InFlight& Scheduler::Oldest(StepId step) {
 }
 
 void Scheduler::Retire() noexcept {
+  for (auto& group : groups_) group->pool.Release(flights_[static_cast<std::size_t>(oldest_flight_)].step);
   oldest_flight_ = (oldest_flight_ + 1) % static_cast<int>(flights_.size());
   --flights_out_;
 }
@@ -179,7 +201,8 @@ void Scheduler::AdvanceRow(const Chosen& row, Token token, std::vector<Output>& 
       row.samples && !std::holds_alternative<Aborting>(request.state) && !(retracting != nullptr && retracting->lost);
   Send(request, event::Advance{.tokens = row.tokens,
                                .sampled = row.samples ? std::optional(token) : std::nullopt,
-                               .page_size = config_.page_size});
+                               .page_size = config_.page_size,
+                               .reader = flights_out_ > 1 ? LastInFlight() : -1});
   if (!wanted) return;
   const int count = TokensOf(request.state)->outputs();
   FinishReason reason = FinishReason::kNone;
@@ -188,7 +211,7 @@ void Scheduler::AdvanceRow(const Chosen& row, Token token, std::vector<Output>& 
   } else if (count == request.limits.max_new_tokens) {
     reason = FinishReason::kLength;
   }
-  outputs.push_back({request.id, token, reason, request.cached_tokens, count});
+  outputs.push_back({request.id, token, reason, request.cached, count});
   if (reason != FinishReason::kNone) Send(request, event::Finish{});
 }
 
@@ -199,9 +222,12 @@ void Scheduler::Fail(StepId step) {
   Retire();
 }
 
-int Scheduler::FlushCache() noexcept {
+int Scheduler::FlushCache(Tier tier) noexcept {
   int pages = 0;
-  for (auto& group : groups_) pages += group->cache.Flush();
+  for (auto& group : groups_) {
+    if (tier != Tier::kHost) pages += group->cache.Flush();
+    if (tier != Tier::kDevice) pages += group->host_cache.Flush();
+  }
   return pages;
 }
 
@@ -210,31 +236,46 @@ int Scheduler::CachedPrefix(std::span<const Token> tokens, std::string_view salt
   const TokenSequence sequence(tokens, config_.page_size, RootKey({{KeyTag::kCacheSalt, salt}}), true);
   std::vector<PageId> path;
   std::size_t pages = 0;
+  const auto keys = sequence.keys().first(static_cast<std::size_t>(sequence.reusable_pages()));
   for (const auto& group : groups_) {
-    group->cache.Match(sequence.keys().first(static_cast<std::size_t>(sequence.reusable_pages())), tokens, path);
+    group->cache.Match(keys, tokens, path);
     group->cache.Resumable(path);
+    pages = std::max(pages, path.size());
+    group->host_cache.Match(keys, tokens, path);
     pages = std::max(pages, path.size());
   }
   return static_cast<int>(pages) * config_.page_size;
 }
 
 Stats Scheduler::stats() const noexcept {
-  Stats stats{.waiting = static_cast<int>(waiting_.size()),
+  Stats stats{.waiting = static_cast<int>(waiting_.size()) + parked_,
+              .leaving = lingering_,
               .in_flight = flights_out_,
               .queued_tokens = queued_tokens_,
               .prefix_query_tokens = prefix_query_tokens_,
-              .prefix_hit_tokens = prefix_hit_tokens_,
+              .prefix_hit_tokens = hit_device_ + hit_host_ + hit_storage_,
+              .hit_tokens_device = hit_device_,
+              .hit_tokens_host = hit_host_,
+              .hit_tokens_storage = hit_storage_,
+              .transfers = transfers_,
+              .moved_pages = moved_pages_,
+              .missing_pages = missing_pages_,
               .retractions = retractions_,
               .steps = next_step_,
               .step_tokens = step_tokens_};
   for (const auto& group : groups_) {
     stats.running += static_cast<int>(group->running.size());
-    stats.leaving += group->leaving;
+    stats.leaving += static_cast<int>(group->leaving.size());
     stats.kv_pages_total += group->pool.total();
     stats.kv_pages_free += group->pool.free();
     stats.kv_pages_cached += group->cache.cached();
     stats.kv_pages_evictable += group->cache.evictable();
     stats.evicted_pages += group->cache.evicted_total();
+    stats.host_pages_total += group->host_pool.total();
+    stats.host_pages_free += group->host_pool.free();
+    stats.host_pages_cached += group->host_cache.cached();
+    stats.host_pages_pinned += group->host_pool.total() - group->host_available();
+    stats.host_evicted_pages += group->host_cache.evicted_total();
   }
   return stats;
 }
@@ -247,10 +288,11 @@ std::vector<RequestInfo> Scheduler::Snapshot() const {
   std::vector<RequestInfo> infos;
   infos.reserve(ordered.size());
   for (const Request* request : ordered) {
-    const TokenSequence& tokens = *TokensOf(request->state);
+    const TokenSequence* tokens = TokensOf(request->state);
     const Run* run = RunOf(request->state);
-    infos.push_back({request->id, NameOf(request->state), run ? run->computed : 0, tokens.size(), tokens.outputs(),
-                     run ? run->kv.pages() : 0, request->group, run ? run->in_flight : 0});
+    infos.push_back({request->id, NameOf(request->state), run ? run->computed : 0, tokens ? tokens->size() : 0,
+                     tokens ? tokens->outputs() : 0, run ? run->kv.pages() : 0, request->group,
+                     run ? run->in_flight : 0});
   }
   return infos;
 }

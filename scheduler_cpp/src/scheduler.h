@@ -22,6 +22,7 @@
 #include "plan.h"
 #include "plan_pool.h"
 #include "request.h"
+#include "transfer.h"
 
 namespace tokenspeed {
 
@@ -34,17 +35,25 @@ struct QueueFull : std::runtime_error {
 struct Stats {
   int running = 0;  // admitted and not on their way out
   int waiting = 0;
-  int leaving = 0;  // ended or retracted, held by a step in flight
+  int leaving = 0;  // ended or retracted, held by a step or a transfer in flight
   int in_flight = 0;
   int kv_pages_total = 0, kv_pages_free = 0, kv_pages_cached = 0, kv_pages_evictable = 0;
   std::int64_t queued_tokens = 0;        // prompt tokens of requests never admitted
   std::int64_t prefix_query_tokens = 0;  // prompt tokens of requests at their first admission
-  std::int64_t prefix_hit_tokens = 0;    // those found in the prefix cache
-  std::int64_t retractions = 0;          // admitted requests sent back to wait, for whatever reason
+  std::int64_t prefix_hit_tokens = 0;    // those found in the prefix cache, of whatever tier
+  std::int64_t hit_tokens_device = 0, hit_tokens_host = 0, hit_tokens_storage = 0;
+  int host_pages_total = 0, host_pages_free = 0, host_pages_cached = 0, host_pages_pinned = 0;
+  std::int64_t host_evicted_pages = 0;
+  std::array<int, kTransferKinds> transfers = {};               // in flight, by kind
+  std::array<std::int64_t, kTransferKinds> moved_pages = {};    // that arrived
+  std::array<std::int64_t, kTransferKinds> missing_pages = {};  // that did not
+  std::int64_t retractions = 0;  // admitted requests sent back to wait, for whatever reason
   std::int64_t evicted_pages = 0;
   std::int64_t steps = 0;        // plans made
   std::int64_t step_tokens = 0;  // token rows planned
 };
+
+enum class Tier { kAll, kDevice, kHost };
 
 struct RequestInfo {
   RequestId id;
@@ -63,12 +72,16 @@ class Scheduler {
 
   // Queues a request. Throws std::invalid_argument (it could never run) or QueueFull; nothing has changed then.
   // `priority`: a class; lower goes first. `salt` separates prefix cache domains.
-  void Submit(RequestId id, std::span<const Token> tokens, Limits limits, int priority, std::string_view salt);
+  // `bootstrap`: it waits for Bootstrapped or BootstrapFailed (which ends it) before it can be served.
+  void Submit(RequestId id, std::span<const Token> tokens, Limits limits, int priority, std::string_view salt,
+              bool bootstrap = false);
 
   // Each is idempotent, and false for a request that is unknown or has ended.
   bool Abort(RequestId id) noexcept;    // gives back everything, at once or when the step in flight returns
   bool Finish(RequestId id) noexcept;   // as if a stop token had been met: no more output
-  bool Retract(RequestId id) noexcept;  // sends a running request back to wait; it will recompute
+  bool Retract(RequestId id) noexcept;  // sends a running request back to wait; it will recompute what no tier keeps
+  bool Bootstrapped(RequestId id) noexcept;
+  bool BootstrapFailed(RequestId id) noexcept;
 
   // The next step, or nothing when nothing can run or max_in_flight plans are out.
   std::optional<Plan> NextPlan();
@@ -79,10 +92,18 @@ class Scheduler {
   // The oldest step in flight failed: its requests wait again, without what the step would have given.
   void Fail(StepId step);
 
-  // Evicts every cached page that nobody uses; the number of pages.
-  int FlushCache() noexcept;
+  // The transfers to start now, each handed out once, in the order in which they must be enqueued: before the step of
+  // the plan made last, and whenever nothing runs.
+  std::vector<Transfer> Transfers();
+  // The first `pages` of a transfer's pages arrived; the others are given up. False, nothing changed, for a ticket that
+  // is unknown or was answered before. Throws std::invalid_argument for more pages than it has.
+  bool Transferred(TicketId ticket, int pages);
 
-  // Tokens of a prompt that the prefix cache would supply, in the best home group. Changes nothing.
+  // Evicts every cached page of the tier that nobody uses; the number of pages.
+  int FlushCache(Tier tier = Tier::kAll) noexcept;
+
+  // Tokens of a prompt that the prefix cache would supply from the device or the host, in the best home group. Changes
+  // nothing.
   int CachedPrefix(std::span<const Token> tokens, std::string_view salt) const;
 
   Stats stats() const noexcept;
@@ -121,8 +142,22 @@ class Scheduler {
   bool ComputedElsewhere(const Request& request) const noexcept;
   bool Fits(HomeGroup& group, const Request& request);
   int PagesAtAdmission(const Request& request) const noexcept;
+  CachedTokens CachedAt(const Request& request, int on_device, int reused) const noexcept;
   void Admit(HomeGroup& group, int index, Request& request);
   void ChoosePrefill(HomeGroup& group, Request& request) noexcept;
+
+  // tiers.cpp: what moves between device, host and storage.
+  enum class Copy { kStarted, kLater, kNothing };
+  void StartFetches();
+  bool StartFetch(Request& request);
+  void StartWriteBacks(int index);
+  Copy StartWriteBack(int index, Request& request, std::span<const PageId> pages, NodeRef& host);
+  void StartBackup(int index, Ticket&& written, int pages, Transfer&& transfer) noexcept;
+  void ReserveTransfer();
+  void Register(const Ticket& ticket, Request* request, Transfer&& transfer) noexcept;
+  Ticket MakeLoad(int index, const Request& request, std::span<const PageId> path, std::size_t matched,
+                  Transfer& transfer);
+  StepId LastInFlight() const noexcept { return config_.tiered() && flights_out_ > 0 ? next_step_ - 1 : -1; }
 
   // emit.cpp: the plan as arrays.
   Plan Emit();
@@ -133,7 +168,6 @@ class Scheduler {
                  InFlight& record) noexcept;
 
   // scheduler.cpp: what came back.
-
   InFlight& Oldest(StepId step);
   void Retire() noexcept;
   void AdvanceRow(const Chosen& row, Token token, std::vector<Output>& outputs) noexcept;
@@ -142,7 +176,9 @@ class Scheduler {
   ContentIds content_ids_;
   std::vector<std::unique_ptr<HomeGroup>> groups_;
   std::unordered_map<RequestId, Request> requests_;  // after groups_: requests give back to them
-  WaitingQueue waiting_;
+  RequestQueue waiting_;
+  int parked_ = 0;     // requests that wait for a peer or for storage
+  int lingering_ = 0;  // ended requests whose prefetch has not come back
   std::uint64_t next_sequence_ = 1;
   int queued_requests_ = 0;
   std::int64_t queued_tokens_ = 0;
@@ -154,9 +190,25 @@ class Scheduler {
   int flights_out_ = 0;
   StepId next_step_ = 0;
 
-  std::vector<PageId> path_, best_path_;    // scratch of admission
+  // Tickets out, ascending, and what is to be told of them.
+  struct Out {
+    TicketId id;
+    TransferKind kind;
+    int pages;
+    int group;
+    Request* request;  // null: of none
+  };
+  std::vector<Out> out_;
+  std::vector<Transfer> outbox_;
+  TicketId next_ticket_ = 0;
+  std::array<int, kTransferKinds> transfers_ = {};
+  std::array<std::int64_t, kTransferKinds> moved_pages_ = {}, missing_pages_ = {};
+
+  std::vector<PageId> path_, best_path_;  // scratch of admission
+  std::vector<PageId> host_path_, best_host_path_;
   std::vector<std::uint64_t> row_digests_;  // scratch of emission
-  std::int64_t prefix_query_tokens_ = 0, prefix_hit_tokens_ = 0, retractions_ = 0, step_tokens_ = 0;
+  std::int64_t prefix_query_tokens_ = 0, retractions_ = 0, step_tokens_ = 0;
+  std::int64_t hit_device_ = 0, hit_host_ = 0, hit_storage_ = 0;
 };
 
 }  // namespace tokenspeed

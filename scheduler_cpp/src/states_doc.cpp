@@ -44,7 +44,7 @@ std::string StatesMarkdown() {
     out << '\n';
   });
 
-  out << "\n## Diagram\n\n```mermaid\nstateDiagram-v2\n    [*] --> Submitted\n";
+  out << "\n## Diagram\n\n```mermaid\nstateDiagram-v2\n    [*] --> Submitted\n    [*] --> Bootstrapping\n";
   for (const TableCell& cell : table)
     for (std::string_view to : cell.to) out << "    " << cell.from << " --> " << to << " : " << cell.event << '\n';
   out << "    Finished --> [*]\n```\n";

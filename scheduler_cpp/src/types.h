@@ -10,6 +10,7 @@ using Token = std::int32_t;   // vocabulary id, never negative in a token sequen
 using PageId = std::int32_t;  // index of a KV page in one home group's pool, 0..num_pages-1
 using RequestId = std::int64_t;
 using StepId = std::int64_t;
+using TicketId = std::int64_t;  // of a transfer between tiers; never given twice by one scheduler
 
 inline constexpr PageId kNoPage = -1;
 

@@ -23,8 +23,8 @@ struct Fingerprint {
     std::ranges::sort(requests, {}, [](const Request* request) { return request->order; });
     for (const Request* request : requests) {
       put(request->id, request->state.index(), request->group);
-      const TokenSequence& tokens = *TokensOf(request->state);
-      for (int i = tokens.prompt(); i < tokens.size(); ++i) put(tokens[i]);
+      if (const TokenSequence* tokens = TokensOf(request->state))
+        for (int i = tokens->prompt(); i < tokens->size(); ++i) put((*tokens)[i]);
       if (const Run* run = RunOf(request->state))
         put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
             run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest);

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.scheduler.mover import Mover, Page
 from tokenspeed._scheduler import Config, Output, Plan, Scheduler
 
 VOCABULARY = 6  # small, so that sequences meet again and pages are shared
@@ -70,6 +71,8 @@ class Flight:
     written: list[list[int]]  # a home group: the KV slots that the step wrote
     requests: set[int]
     states: list[tuple[int, int]] = field(default_factory=list)  # home group, request slot
+    pages: list[set[int]] = field(default_factory=list)  # a home group: what the step reads or writes
+    broken: bool = False  # a load that the step reads did not come
 
 
 class Executor:
@@ -83,7 +86,8 @@ class Executor:
         self.recurrent = not config.prefix_cache or config.state_snapshots > 0
         self.states: list[dict[int, tuple[int, int]]] = [{} for _ in range(config.dp)]  # tokens seen, their hash
 
-    def run(self, plan: Plan) -> Flight:
+    def run(self, plan: Plan, unread: list[set[int]]) -> Flight:
+        """`unread`: a home group's pages that are being filled and that this plan does not name."""
         config, t, s = self.config, plan.bucket, plan.rows
         assert plan.bucket in config.token_buckets
         assert s == min(t, config.max_requests)
@@ -94,7 +98,15 @@ class Executor:
         flight = Flight(plan, np.zeros(config.dp * s, np.int32), [], set())
         for g in range(config.dp):
             self._run_group(g, plan, flight)
+            assert not flight.pages[g] & unread[g], "the plan does not name a load that it reads"
         return flight
+
+    def skip(self, plan: Plan) -> Flight:
+        """A step that must fail: it reads what did not come, or follows one that does."""
+        empty = [[] for _ in range(self.config.dp)]
+        return Flight(
+            plan, np.zeros(plan.last.size, np.int32), empty, pages=[set() for _ in empty], requests=set(), broken=True
+        )
 
     def _run_group(self, g: int, plan: Plan, flight: Flight) -> None:
         t, s, page = plan.bucket, plan.rows, self.config.page_size
@@ -122,6 +134,7 @@ class Executor:
                 assert by_row["new_rows"][i] and load in slots
                 states[int(by_row["request_slots"][i])] = states[load]
         staged: dict[int, tuple[int, int]] = {}
+        pages: set[int] = set()
         sampled: dict[int, int] = {}
         for i in range(rows):
             request, slot_index = int(by_row["request_ids"][i]), int(by_row["request_slots"][i])
@@ -133,6 +146,7 @@ class Executor:
             filled = len([cell for cell in table if cell >= 0])
             assert all(cell >= 0 for cell in table[:filled]) and all(cell == -1 for cell in table[filled:])
             assert len(set(table[:filled])) == filled
+            pages |= set(table[:filled])
             mine = [j for j in range(tokens) if block["row"][j] == i]
             first = int(block["pos"][mine[0]])
             prefix = root(self.salts[request])
@@ -174,6 +188,7 @@ class Executor:
         self.kv[g].update(staged)
         self.sampled[g].update(sampled)
         flight.written.append(list(staged))
+        flight.pages.append(pages)
 
     def poison(self, flight: Flight, later: Flight | None) -> None:
         """The KV that a failed step wrote is gone, and so is what a later step computed for the same requests."""
@@ -204,11 +219,15 @@ class Engine:
     ended: set[int] = field(default_factory=set)  # by abort or finish
     flights: deque[Flight] = field(default_factory=deque)
     order: list[int] = field(default_factory=list)  # of finishing
+    storage: dict[bytes, Page] = field(default_factory=dict)
+    break_loads: bool = False  # of the plans made from here on
+    patient: bool = False  # transfers end only where the test says so
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
         self.salts: dict[int, bytes] = {}
         self.executor = Executor(self.config, self.salts)
+        self.mover = Mover(self.scheduler, self.executor, self.storage)
 
     def submit(self, spec: Spec) -> None:
         self.scheduler.submit(
@@ -233,12 +252,36 @@ class Engine:
     def plan(self) -> Plan | None:
         plan = self.scheduler.next_plan()
         self.scheduler.check()
+        self.mover.start(list(self.flights))
+        self.scheduler.check()
         if plan is not None:
             assert not {int(r) for r in plan.request_ids} & (self.ended | self.finished.keys())
-            self.flights.append(self.executor.run(plan))
+            after_broken = any(flight.broken for flight in self.flights)
+            if self.mover.read(plan, self.break_loads or after_broken) or after_broken:
+                self.flights.append(self.executor.skip(plan))
+            else:
+                unread = [self.mover.unread(g) for g in range(self.config.dp)]
+                self.flights.append(self.executor.run(plan, unread))
         return plan
 
+    def moving(self) -> int:
+        """Transfers that are out, or about to be."""
+        stats = self.scheduler.stats()
+        moving = stats["write_back_in_flight"] + stats["load_back_in_flight"]
+        moving += stats["prefetch_in_flight"] + stats["backup_in_flight"]
+        assert moving >= len(self.mover.out)
+        return moving
+
+    def settle(self) -> None:
+        """Ends every transfer that is out and that no step in flight has found broken."""
+        for ticket in list(self.mover.out):
+            if ticket not in self.mover.broken:
+                self.mover.finish(ticket)
+
     def advance(self) -> list[Output]:
+        if self.flights[0].broken:
+            self.fail()
+            return []
         flight = self.flights.popleft()
         outputs = self.scheduler.advance(flight.plan.step, flight.tokens)
         self.scheduler.check()
@@ -256,6 +299,7 @@ class Engine:
         assert output.token == expected[count - 1], "the token depends on the schedule"
         assert output.finish_reason == (reason if count == len(expected) else None)
         assert output.cached_tokens == self.outputs[id][0].cached_tokens
+        assert output.cached_tokens == output.cached_device + output.cached_host + output.cached_storage
         if output.finish_reason is not None:
             self.finished[id] = output.finish_reason
             self.order.append(id)
@@ -265,6 +309,9 @@ class Engine:
         self.executor.poison(flight, self.flights[0] if self.flights else None)
         self.scheduler.fail(flight.plan.step)
         self.scheduler.check()
+        for ticket in flight.plan.loads.tolist():
+            if ticket in self.mover.broken:
+                self.mover.finish(ticket)
 
     def end(self, id: int, how: str) -> bool:
         """`how`: abort or finish."""
@@ -281,17 +328,23 @@ class Engine:
         plan = self.plan()
         if self.flights and (plan is None or len(self.flights) == self.config.max_in_flight):
             self.advance()
+        if not self.patient:
+            self.settle()
         return plan
 
     def drain(self, limit: int = 10_000) -> int:
         """Runs until nothing is left; the number of turns. Everything must have ended and all pages be back."""
+        idle = 0
         for turn in range(limit):
-            if not self.flights and not self.scheduler.snapshot():
+            if not self.flights and not self.moving() and not self.scheduler.snapshot():
                 self.assert_empty()
                 return turn
-            idle = not self.flights
+            nothing, last = not self.flights and not self.moving(), self.mover.last
             plan = self.step()
-            assert plan is not None or not idle, f"live requests and nothing to run: {self.scheduler.snapshot()}"
+            self.settle()
+            # A turn may pass in which only copies are given up; two say that nothing ever comes.
+            idle = idle + 1 if nothing and plan is None and self.mover.last == last else 0
+            assert idle < 2, f"live requests and nothing to run: {self.scheduler.snapshot()}"
         raise AssertionError(f"no end in {limit} turns: {self.scheduler.snapshot()}")
 
     def assert_empty(self) -> None:
@@ -301,3 +354,5 @@ class Engine:
         assert stats["queued_tokens"] == 0
         assert stats["kv_pages_free"] + stats["kv_pages_cached"] == stats["kv_pages_total"]
         assert stats["kv_pages_evictable"] == stats["kv_pages_cached"]
+        assert stats["host_pages_free"] + stats["host_pages_cached"] == stats["host_pages_total"]
+        assert stats["host_pages_pinned"] == 0

@@ -1,8 +1,9 @@
 """Random interleavings of everything that can happen to the scheduler, against the null-device executor and a model.
 
 The model knows which requests are live and what each must output (`Spec.reference`); the executor knows what each KV
-slot holds; the scheduler's own checker recounts every page, pin, slot and list after each call. At the end everything
-is drained, which must terminate, and every page must be back.
+slot holds, and its mover what each host page and stored key holds (transfers end late, in any order, short or broken, and
+are answered twice); the scheduler's own checker recounts every page, pin, ticket, slot and list after each call. At the end
+everything is drained, which must terminate, and every page must be back.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.sampled_from([True, True, True, False]),
         snapshots=st.sampled_from([0, 0, 1, 4]),
         ageing=st.sampled_from([1, 3, 256]),
+        host=st.sampled_from([0, 1, 6, 12, 40]),
+        storage=st.booleans(),
+        write_back=st.sampled_from([1, 1, 3]),
     )
     def start(
         self,
@@ -65,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache: bool,
         snapshots: int,
         ageing: int,
+        host: int,
+        storage: bool,
+        write_back: int,
     ) -> None:
         self.engine = Engine(
             Config(
@@ -79,8 +86,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_in_flight=in_flight,
                 decode_stall_tokens=stall,
                 ageing_steps=ageing,
-                state_snapshots=snapshots,
-            )
+                state_snapshots=0 if cache and host else snapshots,
+                host_pages=-(-host // page_size) if cache else 0,
+                storage=cache and host > 0 and storage,
+                write_back_pages=write_back,
+            ),
+            patient=True,
         )
         self.next_id = 0
 
@@ -124,8 +135,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.engine.plan()
         if out == self.engine.config.max_in_flight:
             assert plan is None
-        elif out == 0 and self.engine.scheduler.snapshot():
-            assert plan is not None, "live requests, nothing in flight, nothing planned"
+        elif out == 0 and plan is None and self.engine.scheduler.snapshot() and not self.engine.moving():
+            plan = self.engine.plan()  # a turn passed in which copies were given up
+            assert plan is not None or not self.engine.scheduler.snapshot() or self.engine.moving(), (
+                "nothing is planned"
+            )
         if plan is not None:
             assert Plan.unpack(plan.pack()).digest == plan.digest
 
@@ -143,6 +157,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self) -> None:
         assume(self.engine.flights)
         self.engine.fail()
+
+    @rule(which=st.integers(0, 5), most=st.sampled_from([None, None, None, 0, 1, 2]))
+    def transfer(self, which: int, most: int | None) -> None:
+        out = [t for t in self.engine.mover.out if t not in self.engine.mover.broken]
+        assume(out)
+        self.engine.mover.finish(out[which % len(out)], most)
+
+    @rule()
+    def settle(self) -> None:
+        self.engine.settle()
+
+    @rule(broken=st.sampled_from([False, False, True]))
+    def loads(self, broken: bool) -> None:
+        self.engine.break_loads = broken
 
     @rule(late=st.integers(-2, 3))
     def return_a_wrong_step(self, late: int) -> None:
@@ -174,8 +202,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        idle = self.engine.scheduler.stats()["kv_pages_evictable"]
-        assert self.engine.scheduler.flush_cache() == idle
+        stats = self.engine.scheduler.stats()
+        assert self.engine.scheduler.flush_cache("device") == stats["kv_pages_evictable"]
+        self.engine.scheduler.check()
+
+    @rule()
+    def flush_host(self) -> None:
+        stats = self.engine.scheduler.stats()
+        used = stats["host_pages_total"] - stats["host_pages_free"] - stats["host_pages_pinned"]
+        assert self.engine.scheduler.flush_cache("host") == used
         self.engine.scheduler.check()
 
     @invariant()
@@ -184,18 +219,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         engine = self.engine
         infos = engine.scheduler.snapshot()
-        alive = {info["id"] for info in infos if info["state"] != "Aborting"}
+        alive = {info["id"] for info in infos if info["state"] not in ENDED}
         assert alive == set(engine.specs) - set(engine.finished) - engine.ended
         for info in infos:
-            if info["state"] != "Aborting":
+            if info["state"] not in ENDED:
                 assert info["output_tokens"] == len(engine.outputs[info["id"]])
-            if info["state"] in {"Submitted", "Retracted"}:
+            if info["state"] in {"Submitted", "Prefetching", "PrefetchDone", "Retracted", "Draining", "WritingBack"}:
                 assert info["pages"] == 0 and info["in_flight"] == 0
         stats = engine.scheduler.stats()
         assert stats["kv_pages_free"] + stats["kv_pages_cached"] <= stats["kv_pages_total"]
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
+            self.engine.break_loads = False
             self.engine.drain()
             self.engine.scheduler.flush_cache()
             self.engine.scheduler.check()
@@ -203,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stats["kv_pages_free"] == stats["kv_pages_total"]
 
 
+ENDED = {"Aborting", "Draining", "WritingBack"}
 ANSWER = np.zeros(1, np.int32)
 
 SchedulerMachine.TestCase.settings = settings(
