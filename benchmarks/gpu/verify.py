@@ -292,20 +292,12 @@ def params_of(rows: int) -> Tensor:
 
 
 def gumbel64(params: Tensor, ids: Tensor) -> Tensor:
-    """The noise of the contract with both logarithms in float64; greedy rows 0."""
-    from tokenspeed.ir.ops.sampling import _mulhilo
+    """The noise of the contract, both logarithms in float64, rounded to float32; greedy rows 0."""
+    from tokenspeed.ir.ops.sampling import Word, is_greedy, philox_gumbel
 
-    mask, p = 0xFFFFFFFF, params.long()
-    c = [(ids // 4)[None].expand(len(p), -1), (p[:, 3:4] & mask).expand(-1, len(ids))]
-    c += [torch.zeros_like(c[0]), torch.zeros_like(c[0])]
-    k0, k1 = p[:, 1:2] & mask, p[:, 2:3] & mask
-    for _ in range(10):
-        (h0, l0), (h1, l1) = _mulhilo(0xD2511F53, c[0]), _mulhilo(0xCD9E8D57, c[2])
-        c = [h1 ^ c[1] ^ k0, l1, h0 ^ c[3] ^ k1, l0]
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    words = torch.stack(c).gather(0, (ids % 4)[None, None].expand(1, *c[0].shape))[0]
-    noise = -torch.log(-torch.log(((words >> 8).double() + 0.5) * 2.0**-24))
-    return torch.where((params[:, :1] & 1) != 0, 0.0, noise)
+    words = params.cpu()
+    noise = philox_gumbel(words[:, Word.SEED_LO], words[:, Word.SEED_HI], words[:, Word.POSITION], ids.cpu()).double()
+    return torch.where(is_greedy(words)[:, None], 0.0, noise).to(params.device)
 
 
 def _noise(rows: int, v: int, offset: int) -> float:

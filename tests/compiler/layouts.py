@@ -1,6 +1,6 @@
 """Legal layouts of 2, 4, 6 and 8 ranks, models to lay out, and one trial: bucket edges on a layout against one rank.
 
-    python -m tests.compiler.layouts [--sample N] [--seed S] [--jobs N]
+    python -m tests.compiler.layouts [--sample N] [--seed S] [--jobs N] [--part I/N]
 
 Invariant: a trial gives every request the same number, tokens and seed on every layout; what one rank computes is computed
 once a model and shape of work.
@@ -25,7 +25,7 @@ from tokenspeed.compiler.costs import CostModel, load_costs
 from tokenspeed.compiler.exchange import CALLS as EXCHANGE
 from tokenspeed.compiler.fuzz import random_costs
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
-from tokenspeed.ir.jobs import add_jobs, each
+from tokenspeed.ir.jobs import add_jobs, add_part, each, part_of
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.text import parse_program
@@ -170,6 +170,10 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
                         yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps)), *inside])
 
 
+#: trials that a process gets at a time: neighbours compare with the same runs on one rank, which each process makes once
+CHUNK = 32
+
+
 @dataclass(frozen=True)
 class Trial:
     model: str
@@ -188,9 +192,12 @@ def trials(sample: int | None, seed: int) -> list[Trial]:
     return [Trial(*f, seed=rng.randrange(1 << 30)) for f in found]
 
 
+_family = functools.cache(find_family)
+
+
 def compiled(model: str, mesh: str, axes: str, buckets: list[tuple[int, int]], costs: CostModel) -> Result:
     plan = make_plan(parse_mesh(mesh), axes)
-    family = Mixture if model == "Mixture" else find_family(model)
+    family = Mixture if model == "Mixture" else _family(model)
     request = Request(
         family, Config(config(model)), plan, buckets, "f32", "f32", costs, variants=("gumbel",), collectives=frozenset(EXCHANGE),
     )  # fmt: skip
@@ -207,28 +214,42 @@ def work(groups: int, tokens: int, idle: bool) -> list[list[trial.Request]]:
     return out
 
 
-def outcome(r: Result, requests: list[list[trial.Request]], bucket: int) -> tuple[list[int], Tensor]:
-    """Sampled tokens of a prefill and a decode step, and the logits behind them (float64)."""
-    weights = trial.random_weights(r.weights)
-    caches: dict[str, list[Tensor]] = {}
-    tokens: list[int] = []
-    logits: list[Tensor] = []
-    for step in range(2):
-        t = bucket if step == 0 else max(len(g) for g in requests)
-        p = parse_program(next(x for (_, b), x in r.texts.items() if b == t))
-        sim = Simulator(p, trial.runtime_sizes(p))
-        seeds = {n: 1000 + n if n % 2 else 0 for g in requests for n, _, _ in g}
-        results, env = sim.run(trial.batch(p, requests, seeds if step else None), weights, caches)
-        found = trial.outcomes(p, requests, results[0])
-        tokens += [token for _, token in found]
-        logits.append(sim.meaning.assemble(env["head"], p.types["head"])[[k for k, _ in found]][:, : p.logical["v"]])
-        fed = iter(token for _, token in found)
-        new = [[[next(fed) for _ in picks][-1] for picks in mine] for mine in trial.sampled(p, requests)]
-        requests = [
-            [(n, [token], first + len(ids)) for (n, ids, first), token in zip(mine, last)]
-            for mine, last in zip(requests, new)
-        ]
-    return tokens, torch.cat(logits)
+class Bench:
+    """The programs of one model on one layout, read back once each, and its weights, laid out once."""
+
+    def __init__(self, r: Result) -> None:
+        self.texts = {bucket: text for (_, bucket), text in r.texts.items()}
+        self.weights, self.moved = trial.random_weights(r.weights), {}
+        self.sims: dict[int, Simulator] = {}
+
+    def sim(self, bucket: int) -> Simulator:
+        if bucket not in self.sims:
+            p = parse_program(self.texts[bucket])
+            self.sims[bucket] = Simulator(p, trial.runtime_sizes(p), moved=self.moved)
+        return self.sims[bucket]
+
+    def outcome(self, requests: list[list[trial.Request]], bucket: int) -> tuple[list[int], Tensor]:
+        """Sampled tokens of a prefill and a decode step, and the logits behind them (float64)."""
+        caches: dict[str, list[Tensor]] = {}
+        tokens: list[int] = []
+        logits: list[Tensor] = []
+        for step in range(2):
+            sim = self.sim(bucket if step == 0 else max(len(g) for g in requests))
+            p = sim.p
+            seeds = {n: 1000 + n if n % 2 else 0 for g in requests for n, _, _ in g}
+            results, env = sim.run(trial.batch(p, requests, seeds if step else None), self.weights, caches)
+            found = trial.outcomes(p, requests, results[0])
+            tokens += [token for _, token in found]
+            logits.append(
+                sim.meaning.assemble(env["head"], p.types["head"])[[k for k, _ in found]][:, : p.logical["v"]]
+            )
+            fed = iter(token for _, token in found)
+            new = [[[next(fed) for _ in picks][-1] for picks in mine] for mine in trial.sampled(p, requests)]
+            requests = [
+                [(n, [token], first + len(ids)) for (n, ids, first), token in zip(mine, last)]
+                for mine, last in zip(requests, new)
+            ]
+        return tokens, torch.cat(logits)
 
 
 @functools.cache
@@ -237,7 +258,7 @@ def one_rank(model: str, groups: int, tokens: int, idle: bool) -> tuple[list[int
     size = max(sum(len(ids) for _, ids, _ in requests[0]), 1)
     n = len(requests[0])
     buckets = sorted({(size, n), (n, n)})
-    return outcome(compiled(model, "", "", buckets, load_costs("cpu")), requests, size)
+    return Bench(compiled(model, "", "", buckets, load_costs("cpu"))).outcome(requests, size)
 
 
 def run(t: Trial, prices: CostModel | None = None) -> int:
@@ -251,9 +272,9 @@ def run(t: Trial, prices: CostModel | None = None) -> int:
     rng = random.Random(t.seed)
     costs = prices or (load_costs("cpu") if t.seed % 3 == 0 else random_costs(rng))
     tokens = sorted({e for e, _ in edges} | {1, 2})
-    r = compiled(t.model, t.mesh, t.axes, [(b, min(b, 2)) for b in tokens], costs)
+    bench = Bench(compiled(t.model, t.mesh, t.axes, [(b, min(b, 2)) for b in tokens], costs))
     for n, idle in edges:
-        got, logits = outcome(r, work(groups, n, idle), n)
+        got, logits = bench.outcome(work(groups, n, idle), n)
         want, exact = one_rank(t.model, groups, n, idle)
         at = f"{n} tokens a group{', the last group idle' if idle else ''}"
         assert got == want, f"{t}, {at}: tokens {got}, on one rank {want}"
@@ -289,11 +310,12 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=None, help="how many layouts (default: all)")
     parser.add_argument("--seed", type=int, default=11, help="of the sample and the prices (default 11)")
     add_jobs(parser)
+    add_part(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = trials(args.sample, args.seed)
+    chosen = part_of(trials(args.sample, args.seed), args.part)
     cases = failures = 0
-    for held, what in each(attempt, chosen, args.jobs, "layouts", chunk=4):
+    for held, what in each(attempt, chosen, args.jobs, "layouts", chunk=CHUNK):
         cases += held
         if what:
             failures += 1

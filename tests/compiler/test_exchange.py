@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.compiler.layouts import EXPERTS, NAMED, Trial, compiled, config, layouts, one_rank, outcome, run, work
+from tests.compiler.layouts import EXPERTS, NAMED, Bench, Trial, compiled, config, layouts, one_rank, run, work
 from tests.compiler.sim import EXCHANGING
 from tests.compiler.test_compile_time import config as real_config
 from tokenspeed.compiler.costs import load_costs
@@ -79,7 +79,7 @@ def test_every_row_of_a_leaf_of_experts_means_what_one_rank_does() -> None:
             result.texts["gumbel", t] = print_program(p)
             if t == 4:
                 seen.update(exchanges(p) or [()])
-        got, logits = outcome(result, work(2, 4, False), 4)
+        got, logits = Bench(result).outcome(work(2, 4, False), 4)
         assert got == want, k
         assert torch.allclose(logits, exact, rtol=1e-9, atol=1e-9), k
     assert seen == {(), ("dp",), ("a",), ("b",), ("dp", "a"), ("dp", "b"), ("a", "b"), ("dp", "a", "b")}

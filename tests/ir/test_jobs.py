@@ -9,7 +9,7 @@ import pytest
 
 from tokenspeed.compiler.fuzz import fuzz
 from tokenspeed.compiler.mutate import run
-from tokenspeed.ir.jobs import add_jobs, each
+from tokenspeed.ir.jobs import add_jobs, add_part, each, part_of
 
 
 def _slow_when_small(i: int) -> tuple[int, int]:
@@ -54,3 +54,17 @@ def test_a_number_of_jobs_that_is_none_is_refused(text: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parser.parse_args(["--jobs", text])
     assert "give 1 or more" in capsys.readouterr().err
+
+
+def test_parts_are_disjoint_and_together_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_part(parser)
+    parts = [part_of(range(11), parser.parse_args(["--part", f"{i}/4"]).part) for i in range(4)]
+    assert [list(p) for p in parts[::3]] == [[0, 4, 8], [3, 7]]
+    assert (
+        sorted(i for p in parts for i in p) == list(range(11)) == list(part_of(range(11), parser.parse_args([]).part))
+    )
+    for wrong in ("4/4", "0/0", "1", "-1/2"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--part={wrong}"])
+        assert "give I/N" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.ops import REFERENCES
-from tokenspeed.ir.ops.sampling import _mulhilo
 from tokenspeed.kernels import QuantWeight, register_references
 from tokenspeed.kernels.ops import OPS
 from tokenspeed.kernels.tolerance import ROUNDOFF
@@ -57,6 +56,16 @@ def gelu_excess(op: str, got: Tensor, *ins: Tensor) -> float:
     allowed = 4 * ROUNDOFF[got.dtype] * ins[0].double().abs() * (ins[1].double().abs() if len(ins) > 1 else 1.0) + 1e-30
     assert torch.equal(got.isnan(), want.isnan())
     return float(((got.double() - want).abs() / allowed).nan_to_num(0.0).max()) if got.numel() else 0.0
+
+
+def _mulhilo(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of m * x, x in [0, 2^32) held in int64 (16-bit limbs: no overflow)."""
+    m_hi, m_lo = m >> 16, m & 0xFFFF
+    x_hi, x_lo = x >> 16, x & 0xFFFF
+    low = m_lo * x_lo
+    mid = m_hi * x_lo + (low >> 16)
+    mid2 = m_lo * x_hi + (mid & 0xFFFF)
+    return m_hi * x_hi + (mid >> 16) + (mid2 >> 16), ((mid2 & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def gumbel64(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The program fuzzer: what the compiler makes of a random program on a random plan means what the program means on one rank.
 
-    python -m tokenspeed.compiler.fuzz [--programs N] [--seed S] [--jobs N] [--json]
+    python -m tokenspeed.compiler.fuzz [--programs N] [--seed S] [--jobs N] [--part I/N] [--json]
 
 Each program is compiled under random prices, so that unusual legal plans are chosen, printed, read back, verified and run
 in the n-rank simulator; every result must equal the one-rank program's. Then one annotation is changed: the compiler must
@@ -26,7 +26,7 @@ from tokenspeed.compiler.fuzz_programs import AXES, PLANS, Fuzzed, altered, anno
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
 from tokenspeed.compiler.trial import random_ports, random_weights, runtime_sizes
 from tokenspeed.ir.errors import TokenSpeedError
-from tokenspeed.ir.jobs import add_jobs, each
+from tokenspeed.ir.jobs import add_jobs, add_part, each, part_of
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.simulate import Simulator
 from tokenspeed.ir.text import parse_program
@@ -199,10 +199,13 @@ def tried(s: int) -> Outcome:
     return out
 
 
-def fuzz(programs: int, seed: int = 0, stop_after: int = 5, jobs: int = 1, label: str = "") -> Outcome:
-    """Runs `programs` programs from `seed` on; gives up after `stop_after` failures. The same for any number of jobs."""
+def fuzz(
+    programs: int, seed: int = 0, stop_after: int = 5, jobs: int = 1, label: str = "", part: tuple[int, int] = (0, 1)
+) -> Outcome:
+    """Runs `programs` programs from `seed` on, or a part of them; gives up after `stop_after` failures. The same for any number
+    of jobs."""
     out = Outcome()
-    for one in each(tried, range(seed, seed + programs), jobs, label, chunk=8):
+    for one in each(tried, part_of(range(seed, seed + programs), part), jobs, label, chunk=8):
         out.add(one)
         for failure in one.failures if label else ():
             print(failure, file=sys.stderr, flush=True)
@@ -217,9 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object of counts")
     add_jobs(parser)
+    add_part(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    out = fuzz(args.programs, args.seed, jobs=args.jobs, label="fuzz")
+    out = fuzz(args.programs, args.seed, jobs=args.jobs, label="fuzz", part=args.part)
     print(json.dumps(out.summary()) if args.json else ", ".join(f"{k} {v}" for k, v in out.summary().items()))
     return 1 if out.failures else 0
 

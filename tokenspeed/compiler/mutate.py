@@ -1,6 +1,6 @@
 """Mutation testing of the compiler's output: the verifier alone must reject every mutant that is not equal to the original.
 
-    python -m tokenspeed.compiler.mutate [--json] [--programs N] [--sample N] [--jobs N]
+    python -m tokenspeed.compiler.mutate [--json] [--programs N] [--sample N] [--jobs N] [--part I/N]
 
 Mutants of golden programs (decoders, dense and of experts, on six plans each) and of fuzzer programs are printed without
 types, read back and verified. Those that pass are run in the simulator: equal to the original on random contents, they are
@@ -35,7 +35,7 @@ from tokenspeed.compiler.trial import batch, random_ports, random_weights, runti
 from tokenspeed.ir.agreement import meet, stuck, verify_ranks
 from tokenspeed.ir.errors import TokenSpeedError, VerifyError
 from tokenspeed.ir.graph import Program
-from tokenspeed.ir.jobs import add_jobs, each
+from tokenspeed.ir.jobs import add_jobs, add_part, each, part_of
 from tokenspeed.ir.meaning import same_bits
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.ir.simulate import Simulator
@@ -329,10 +329,10 @@ class Task:
 
 def run(
     programs: int = 200, families: Sequence[str] = FAMILIES, per_program: int | None = None, seed: int = 0,
-    plans: Sequence[tuple[str, str]] | None = None, jobs: int = 1, label: str = "",
+    plans: Sequence[tuple[str, str]] | None = None, jobs: int = 1, label: str = "", part: tuple[int, int] = (0, 1),
 ) -> Report:  # fmt: skip
     """Mutates golden programs and `programs` fuzzer programs; `per_program`: a random sample of that many mutants each;
-    `plans`: of the golden ones, by default those of their family. The same for any number of jobs."""
+    `plans`: of the golden ones, by default those of their family; `part`: of all this. The same for any number of jobs."""
     tasks = [
         Task(family, plan, number, family == families[0], per_program, seed)
         for family in families
@@ -341,7 +341,7 @@ def run(
     ]
     tasks += [Task("", ("", ""), s, False, per_program, seed) for s in range(seed, seed + programs)]
     report = Report()
-    for one in each(Task.run, tasks, jobs, label):
+    for one in each(Task.run, part_of(tasks, part), jobs, label):
         for title, rows in one.faults().items():
             for row in rows if label else ():
                 print(f"{title}: {row}", file=sys.stderr, flush=True)
@@ -377,9 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=None, help="mutants tried a program (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     add_jobs(parser)
+    add_part(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    report = run(args.programs, per_program=args.sample, seed=args.seed, jobs=args.jobs, label="mutate")
+    report = run(args.programs, per_program=args.sample, seed=args.seed, jobs=args.jobs, label="mutate", part=args.part)
     print(json.dumps(report.summary()) if args.json else "\n".join(f"{k}: {v}" for k, v in report.summary().items()))
     return 1 if report.survivors or report.false_rejects else 0
 

@@ -42,26 +42,36 @@ def collective(op: str, xs: Sequence[Value], before: Type, axes: Axes, dim: str,
     held = tuple(a for a in before.dim(dim).axes if a not in axes) if dim else ()
     outer = outer_blocks(m.plan, m.factors.get(dim, ()), held, axes, dim) if dim else 1
     k = before.names.index(dim) if dim else 0
-    parts = m.mesh.size(axes)
+    last = set(axes) == set(before.pending)
+    made: dict[
+        tuple[int, ...], list[Value]
+    ] = {}  # by the very locals of a group: groups that hold the same make the same
     for group in m.mesh.groups(axes):
         mine = [xs[r] for r in group]
-        if op in ("all_reduce", "reduce_scatter"):
-            whole = merge(before.kind, mine)
-        for position, r in enumerate(group):
-            if op == "all_reduce":
-                last = set(axes) == set(before.pending)
-                out[r] = whole[0] if last and before.kind == "lse" else whole
-            elif op == "reduce_scatter":
-                out[r] = _each(whole, lambda x, i=position: _block(x, k, outer, parts, i))
-            elif op == "slice":
-                out[r] = _each(xs[r], lambda x, i=position: _block(x, k, outer, parts, i))
-            elif op == "all_gather":
-                out[r] = _join(mine, k, outer)
-            elif op == "keep_first":
-                out[r] = xs[r] if position == 0 else torch.zeros_like(xs[r])
-            else:
-                raise RuleError("V1", f"{op!r} is no redistribution")
+        key = tuple(map(id, mine))
+        if key not in made:
+            made[key] = _moved(op, mine, before.kind, last, k, outer)
+        for r, x in zip(group, made[key]):
+            out[r] = x
     return out
+
+
+def _moved(op: str, mine: list[Value], kind: str, last: bool, k: int, outer: int) -> list[Value]:
+    """What the ranks of one group hold after `op`. `last`: nothing of the value stays pending; `k`: the dim that moves, in
+    `outer` blocks."""
+    parts = len(mine)
+    if op in ("all_reduce", "reduce_scatter"):
+        whole = merge(kind, mine)
+        if op == "all_reduce":
+            return [whole[0] if last and kind == "lse" else whole] * parts
+        return [_each(whole, lambda x, i=i: _block(x, k, outer, parts, i)) for i in range(parts)]
+    if op == "slice":
+        return [_each(x, lambda x, i=i: _block(x, k, outer, parts, i)) for i, x in enumerate(mine)]
+    if op == "all_gather":
+        return [_join(mine, k, outer)] * parts
+    if op == "keep_first":
+        return [x if i == 0 else torch.zeros_like(x) for i, x in enumerate(mine)]
+    raise RuleError("V1", f"{op!r} is no redistribution")
 
 
 def exchange(
@@ -71,20 +81,33 @@ def exchange(
     from `firsts[r]`. A rank is given the rows of its group that picked one of its experts, in group order (NaN stands where it
     is given none) and `run(r, operands)` is what it makes of them; a row is the sum of what comes back, in group order."""
     out: list[Tensor] = [torch.empty(0)] * len(args)
+    made: dict[tuple[int, ...], list[Tensor]] = {}  # by the very operands of a group
     for group in m.mesh.groups(axes):
-        x, ids, shares = (torch.cat([args[r][k] for r in group]) for k in range(3))
-        rows = len(x) // len(group)
-        wants = [wanted(ids, firsts[r], args[r][3].shape[0]) for r in group]
-        made = [
-            run(r, [torch.where(mine[:, None], x, float("nan")), ids, shares, *args[r][3:]])
-            for r, mine in zip(group, wants)
-        ]
-        for i, r in enumerate(group):
-            block = slice(i * rows, (i + 1) * rows)
-            total = torch.zeros_like(made[0][block])
-            for mine, y in zip(wants, made):
-                total += torch.where(mine[block, None], y[block], 0.0)
-            out[r] = total
+        key = tuple(k for r in group for k in (firsts[r], *map(id, args[r])))
+        if key not in made:
+            made[key] = _exchanged(args, firsts, group, run)
+        for r, x in zip(group, made[key]):
+            out[r] = x
+    return out
+
+
+def _exchanged(
+    args: Sequence[Sequence[Tensor]], firsts: Sequence[int], group: Sequence[int], run: Callable[[int, list[Tensor]], Tensor]
+) -> list[Tensor]:  # fmt: skip
+    x, ids, shares = (torch.cat([args[r][k] for r in group]) for k in range(3))
+    rows = len(x) // len(group)
+    wants = [wanted(ids, firsts[r], args[r][3].shape[0]) for r in group]
+    made = [
+        run(r, [torch.where(mine[:, None], x, float("nan")), ids, shares, *args[r][3:]])
+        for r, mine in zip(group, wants)
+    ]
+    out: list[Tensor] = []
+    for i in range(len(group)):
+        block = slice(i * rows, (i + 1) * rows)
+        total = torch.zeros_like(made[0][block])
+        for mine, y in zip(wants, made):
+            total += torch.where(mine[block, None], y[block], 0.0)
+        out.append(total)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Long proofs on several processes: one result an item, in the order of the items.
+"""Long proofs on several processes, and in parts that run apart: one result an item, in the order of the items.
 
 Invariant: what a caller makes of the results does not depend on the number of processes, if the work on an item depends
 on that item alone (its seed, not a generator that items share). With one job everything runs in this process.
@@ -61,6 +61,27 @@ def _progress(label: str, total: int) -> Callable[[], None]:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """The option --jobs of every long proof."""
     parser.add_argument("--jobs", type=_count, default=1, help="processes; the result is the same (default 1)")
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    """The option --part of what may take hours."""
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), metavar="I/N",
+        help="only items I, I + N, I + 2N ... (I from 0); the N parts together are the whole (default 0/1: all)",
+    )  # fmt: skip
+
+
+def part_of(items: Sequence[Item], part: tuple[int, int]) -> Sequence[Item]:
+    """The items of one part, as --part gives it."""
+    first, of = part
+    return items[first::of]
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, of = text.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and int(first) < int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part: give I/N with I from 0 to N - 1, such as 0/4")
+    return int(first), int(of)
 
 
 def _count(text: str) -> int:

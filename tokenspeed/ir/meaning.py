@@ -42,8 +42,8 @@ class Meaning:
         return grid[tuple(at[a] if a in d.axes else slice(None) for a in factors)].flatten()
 
     def distribute(self, x: Tensor, t: Type, split: Callable[[Tensor, int, str], list[Tensor]] | None = None) -> list:
-        """A global tensor as locals of type `t`. Over pending axes the first rank keeps it and the others hold zeros, or
-        `split(block, ranks, kind)` says what each of the ranks holds."""
+        """A global tensor as locals of type `t`; ranks that hold the same block share it. Over pending axes the first rank keeps
+        it and the others hold zeros, or `split(block, ranks, kind)` says what each of the ranks holds."""
         blocks: dict[tuple[int, ...], list[Tensor]] = {}
         out: list[Tensor] = []
         parts = self.mesh.size(t.pending)
@@ -59,7 +59,7 @@ class Meaning:
                     if split and t.pending
                     else [local, *(torch.zeros_like(local) for _ in range(parts - 1))]
                 )
-            out.append(blocks[key][self.mesh.index(r, t.pending)].clone())
+            out.append(blocks[key][self.mesh.index(r, t.pending)])
         return out
 
     def assemble(self, xs: Sequence[Value], t: Type) -> Value:

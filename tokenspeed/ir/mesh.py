@@ -62,10 +62,18 @@ class Mesh:
         wanted = set(axes)
         return tuple([a for a in self.names if a in wanted]) if wanted else ()
 
-    def coords(self, rank: int) -> dict[str, int]:
-        out: dict[str, int] = {}
-        for name, n in reversed(self.axes):
-            rank, out[name] = divmod(rank, n)
+    def coords(self, rank: int) -> Mapping[str, int]:
+        return self._coords[rank]
+
+    @cached_property
+    def _coords(self) -> list[dict[str, int]]:
+        """Of every rank."""
+        out: list[dict[str, int]] = []
+        for rank in range(self.ranks):
+            at: dict[str, int] = {}
+            for name, n in reversed(self.axes):
+                rank, at[name] = divmod(rank, n)
+            out.append(at)
         return out
 
     def index(self, rank: int, axes: Axes) -> int:
@@ -77,7 +85,7 @@ class Mesh:
 
     def group(self, rank: int, axes: Axes) -> list[int]:
         """The ranks that share every coordinate but those of `axes` with `rank`, ordered along `axes`."""
-        mine = self.coords(rank)
+        mine = dict(self.coords(rank))
         members: list[int] = []
         for point in itertools.product(*(range(self.size(a)) for a in axes)):
             at = mine | dict(zip(axes, point))
@@ -89,11 +97,17 @@ class Mesh:
 
     def groups(self, axes: Axes) -> list[list[int]]:
         """All process groups that span `axes`, each once, ordered by their first rank."""
-        seen: dict[frozenset[int], list[int]] = {}
-        for r in range(self.ranks):
-            g = self.group(r, axes)
-            seen.setdefault(frozenset(g), g)
-        return list(seen.values())
+        if axes not in self._groups:
+            seen: dict[frozenset[int], list[int]] = {}
+            for r in range(self.ranks):
+                g = self.group(r, axes)
+                seen.setdefault(frozenset(g), g)
+            self._groups[axes] = list(seen.values())
+        return self._groups[axes]
+
+    @cached_property
+    def _groups(self) -> dict[Axes, list[list[int]]]:
+        return {}
 
 
 def _parse_pairs(text: str, what: str) -> dict[str, str]:

@@ -3,6 +3,9 @@
 A value is a list of local tensors, one a rank; `Meaning` says what a list means. Ops run their references on each rank's
 locals; a redistribution moves blocks within its groups. Reals are float64 by default, so that reassociated sums differ by
 less than any margin between two logits and tokens can be compared for equality.
+
+Invariant: ranks share a tensor only where each would compute it from the very same operands and attributes, so it is
+computed once; what an op writes, its caches, is parted between ranks that write differently before it does.
 """
 
 from __future__ import annotations
@@ -24,15 +27,20 @@ from tokenspeed.ir.types import Type
 class Simulator:
     """Runs one program on all ranks of its mesh in this process."""
 
-    def __init__(self, program: Program, runtime: Mapping[str, int], real: torch.dtype = torch.float64) -> None:
-        """`runtime`: extents the runtime fixes (slots, page, l, p, r ...), global. `real`: what f32 is computed in."""
+    def __init__(
+        self, program: Program, runtime: Mapping[str, int], real: torch.dtype = torch.float64,
+        moved: dict[tuple[str, Type], list[Tensor]] | None = None,
+    ) -> None:  # fmt: skip
+        """`runtime`: extents the runtime fixes (slots, page, l, p, r ...), global. `real`: what f32 is computed in. `moved`:
+        weights as locals, filled here; simulators of one plan that run on the same weights may share it."""
         self.p, self.mesh = expand(program), program.plan.mesh
         self.sizes = dict(program.sizes) | dict(runtime)
         self.logical = dict(program.logical) | {k: v for k, v in runtime.items() if k not in program.logical}
         self.meaning = Meaning(program.plan, self.sizes, {d: program.row_axes(d) for d in program.bucket})
         self.real = real
         self.dtypes = {"f32": real, "bf16": torch.bfloat16, "i32": torch.int32, "u8": torch.uint8}
-        self.moved: dict[str, list[Tensor]] = {}  # weights of a program as locals, once
+        self.moved = {} if moved is None else moved
+        self.told: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # of each node, by its id: `_attrs`
 
     def run(
         self, ports: Mapping[str, Tensor], weights: Mapping[str, Tensor], caches: dict[str, list[Tensor]]
@@ -72,11 +80,21 @@ class Simulator:
                 zeros = torch.zeros([self.sizes[d.name] for d in t.dims], dtype=self.dtypes[t.dtype])
                 caches[name] = self.meaning.distribute(zeros, t)
             return caches[name]
-        if name not in self.moved:
+        if (name, t) not in self.moved:
             x = self._cast(weights[name])
             table = params[base].kind == "table"
-            self.moved[name] = [x] * self.mesh.ranks if table else self.meaning.distribute(x, t)
-        return self.moved[name]
+            self.moved[name, t] = [x] * self.mesh.ranks if table else self.meaning.distribute(x, t)
+        return self.moved[name, t]
+
+    def _attrs(self, n: Node, ins: list[Type], outs: list[Type]) -> list[tuple[int, dict[str, Any]]]:
+        """What a node's kernel is told on each rank, and the first rank that is told the same."""
+        if id(n) not in self.told:
+            own = [
+                OPS[n.op].local_attrs(ins, outs, n.attrs, Local(self.p.plan, r, self.sizes, self.logical))
+                for r in range(self.mesh.ranks)
+            ]
+            self.told[id(n)] = [(own.index(a), a) for a in own]
+        return self.told[id(n)]
 
     def _node(
         self, n: Node, env: dict[str, list[Value]], types: dict[str, Type], params: dict[str, Param], path: str,
@@ -97,24 +115,50 @@ class Simulator:
             for i, t in zip(n.inputs, ins)
         ]
         outs = [types[o] for o in n.outputs]
-        at = [Local(self.p.plan, r, self.sizes, self.logical) for r in range(self.mesh.ranks)]
-        per_rank = [op.local_attrs(ins, outs, n.attrs, local) for local in at]
+        told = self._attrs(n, ins, outs)
         if axes := op.exchange(ins):
             env[n.outputs[0]] = exchange(
-                list(zip(*args)), [a["offset"] for a in per_rank], axes, self.meaning,
-                lambda r, given: op.reference(*given, **per_rank[r]),
+                list(zip(*args)), [a["offset"] for _, a in told], axes, self.meaning,
+                lambda r, given: op.reference(*given, **told[r][1]),
             )  # fmt: skip
             return
-        for r, attrs in enumerate(per_rank):
+        alike: dict[tuple[int, ...], list[int]] = {}  # ranks by their operands and attributes
+        for r, (first, _) in enumerate(told):
+            alike.setdefault((first, *(id(a[r]) for a in args)), []).append(r)
+        if op.writes_cache or op.slotted:
+            kept = [
+                a for a, i in zip(args, n.inputs) if i.startswith("@") and params[_base(i)].kind in ("cache", "state")
+            ]
+            part(kept, list(alike.values()))
+        for ranks in alike.values():
+            r = ranks[0]
             local = [a[r] for a in args]
             if n.op == "linear":
                 shapes = [t.local_shape(self.sizes, self.p.plan) for t in outs]
                 got: Any = linear(local, n.attrs, shapes, self.dtypes[outs[0].dtype])
             else:
-                got = op.reference(*local, **attrs)
+                got = op.reference(*local, **told[r][1])
             results = got if len(n.outputs) > 1 else (got,)
             for o, x in zip(n.outputs, results):
-                env.setdefault(o, [None] * self.mesh.ranks)[r] = x
+                values = env.setdefault(o, [None] * self.mesh.ranks)
+                for r in ranks:
+                    values[r] = x
+
+
+def _base(ref: str) -> str:
+    """The parameter that an operand `@name` or `@name:segment` is of."""
+    return ref[1:].partition(":")[0]
+
+
+def part(kept: list[list[Tensor]], groups: list[list[int]]) -> None:
+    """Gives each group of ranks that write alike caches of its own, where it shares one with another group."""
+    for locals_ in kept:
+        owner: dict[int, int] = {}
+        for g, ranks in enumerate(groups):
+            if owner.setdefault(id(locals_[ranks[0]]), g) != g:
+                mine = locals_[ranks[0]].clone()
+                for r in ranks:
+                    locals_[r] = mine
 
 
 def linear(args: list[Tensor], attrs: Mapping[str, Any], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Any:

@@ -30,6 +30,7 @@ class Type:
     kind: str = "sum"  # of `pending`: sum, max, min, lse, argmax, topk, or varying (of no meaning)
     index: Dim | None = None  # the values are row numbers of this dim
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+    _names: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         """Kept: the passes look a type up many times more often than they make one."""
@@ -56,7 +57,12 @@ class Type:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(d.name for d in self.dims)
+        """Of the dims, in order; kept as the hash is."""
+        known = self._names
+        if known is None:
+            known = tuple(d.name for d in self.dims)
+            object.__setattr__(self, "_names", known)
+        return known
 
     def with_state(self, axis: str, state: str, order: Callable[[Axes], Axes], kind: str = "sum") -> Type:
         """The same value with `axis` in another state; `order` puts a set of axes into mesh order."""

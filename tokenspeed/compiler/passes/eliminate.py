@@ -1,6 +1,7 @@
 """Min-sum variable elimination: the exact minimum of a sum of small tables, and the best total with any choice forced.
 
-Invariant: variables go in program order, so tables stay as narrow as what is live at a cut; ties go to the lowest
+Invariant: variables go in program order, so tables stay as narrow as what is live at a cut, or, where that is wide, in the
+order that a greedy search finds for narrower ones; ties go to the lowest
 choice (costs add without rounding, so what costs the same is a tie and equal layers choose alike). `marginal` is exact too:
 messages run back over the same cliques, nothing is solved again. Messages are kept less their minimum: those of equal layers
 become equal a few layers into a stack, and what was worked out on equal tables is looked up.
@@ -8,12 +9,16 @@ become equal a few layers into a stack, and what was worked out on equal tables 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+WIDE = 1 << 22  # entries of a table, 32 MiB: beyond, another order is looked for
 
 Factor = tuple[tuple[int, ...], np.ndarray]  # variables, ascending; cost[choice of each]
 
@@ -53,16 +58,25 @@ class Elimination:
     """`chosen`: a choice for each variable; `cost`: the minimum (inf: no assignment is legal)."""
 
     picks: list[int]
+    order: list[int]  # of the variables that have several choices
     chosen: list[int]
     cost: float
     cliques: dict[int, _Clique]
     gaps: dict[int, np.ndarray] = field(default_factory=dict)
     seen: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
+    @cached_property
+    def place(self) -> dict[int, int]:
+        return {v: i for i, v in enumerate(self.order)}
+
+    def first(self, variables: Sequence[int]) -> int:
+        """The one that was eliminated first."""
+        return min(variables, key=lambda v: self.place.get(v, -1))
+
     def marginal(self, variables: Sequence[int]) -> np.ndarray:
         """How much more than the minimum each joint choice of `variables`, which some factor holds together, costs at least;
         axes in the given order. Equal results are one array."""
-        first = min(variables)  # the first to go met all the others
+        first = self.first(variables)  # it met all the others
         order = (*self.cliques[first].scope, first) if first in self.cliques else ()
         missing = [v for v in variables if v not in order]
         if missing:
@@ -83,7 +97,7 @@ class Elimination:
             if not scope:
                 self.gaps[v] = shared(table.total - table.total.min())
                 continue
-            parent = min(scope)  # the next of the scope to go took the message in
+            parent = self.first(scope)  # it took the message in
             order = (*self.cliques[parent].scope, parent)
             at = tuple(order.index(u) for u in scope)
             key = (id(table), id(self.gaps[parent]), at)
@@ -107,9 +121,9 @@ def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
     fresh, cost = len(factors), 0.0
     cliques: dict[int, _Clique] = {}
     shared, known = _Shared(), dict[Any, _Table]()
-    for v, n in enumerate(picks):
-        if n == 1:
-            continue
+    order = _order(picks, [scope for scope, _ in factors])
+    for v in order:
+        n = picks[v]
         mine = [live.pop(k) for k in sorted(of[v])]
         scope = tuple(sorted({u for s, _ in mine for u in s} - {v}))
         place = {u: x for x, u in enumerate((*scope, v))}
@@ -135,7 +149,45 @@ def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
     for v in reversed(cliques):
         c = cliques[v]
         chosen[v] = int(c.total[tuple([chosen[u] for u in c.scope])].argmin())
-    return Elimination(list(picks), chosen, cost, cliques)
+    return Elimination(list(picks), order, chosen, cost, cliques)
+
+
+def _order(picks: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Variables as they go: in program order, or, where a table would be wide so, as `_narrow` says if that helps."""
+    program = [v for v, n in enumerate(picks) if n > 1]
+    near: dict[int, set[int]] = {v: set() for v in program}
+    for scope in scopes:
+        for v in scope:
+            near[v].update(scope)
+    widest = _widest(program, picks, near)
+    if widest <= WIDE:
+        return program
+    other = _narrow(program, picks, near)
+    return other if _widest(other, picks, near) < widest else program
+
+
+def _widest(order: Sequence[int], picks: Sequence[int], near: Mapping[int, set[int]]) -> int:
+    """Entries of the largest table of an order."""
+    near = {v: set(met) for v, met in near.items()}
+    return max((_met(v, picks, near) for v in order), default=0)
+
+
+def _narrow(program: Sequence[int], picks: Sequence[int], near: Mapping[int, set[int]]) -> list[int]:
+    """Next goes the variable whose table is the smallest, the first in the program among equals."""
+    near, order = {v: set(met) for v, met in near.items()}, list[int]()
+    while left := [v for v in program if v in near]:
+        order.append(min(left, key=lambda v: math.prod(picks[u] for u in near[v])))
+        _met(order[-1], picks, near)
+    return order
+
+
+def _met(v: int, picks: Sequence[int], near: dict[int, set[int]]) -> int:
+    """Eliminates `v` in `near`, the variables that each meets; entries of the table that takes."""
+    others = near.pop(v) - {v}
+    for u in others:
+        near[u] |= others
+        near[u].discard(v)
+    return picks[v] * math.prod(picks[u] for u in others)
 
 
 def _spread(table: np.ndarray, at: tuple[int, ...], axes: int) -> np.ndarray:

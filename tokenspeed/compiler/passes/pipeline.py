@@ -22,7 +22,7 @@ from tokenspeed.compiler.passes.fusions import fuse, fused_factors, joins
 from tokenspeed.compiler.passes.insert import LeafCache, build_program
 from tokenspeed.compiler.passes.layout import Layout, make_layout
 from tokenspeed.compiler.passes.leaves import Binding, check_disjoint, check_leaf
-from tokenspeed.compiler.passes.repair import Graphs, Repairs
+from tokenspeed.compiler.passes.repair import Repairs
 from tokenspeed.compiler.passes.rows import Choices, Row
 from tokenspeed.compiler.passes.simplify import simplify, worthwhile
 from tokenspeed.compiler.passes.solve import Solution, Value, solve, values_of
@@ -88,7 +88,6 @@ class Prepared:
     choices: Choices
     names: Names
     costs: CostModel
-    graphs: Graphs = field(default_factory=dict)
 
     @cached_property
     def joins(self) -> list[tuple[int, int, int]]:
@@ -102,7 +101,7 @@ class Prepared:
         plan = choices.layout.plan
         factors = {d: row_factors(plan, n) for d, n in bucket.items()}
         count = {d: n * plan.mesh.size(plan.home) for d, n in bucket.items()}
-        repairs = Repairs(plan, choices.layout.sizes | count | _NOMINAL, factors, self.costs, self.graphs)
+        repairs = Repairs(plan, choices.layout.sizes | count | _NOMINAL, factors, self.costs)
         rows = choices.rows(factors, count)
         results = [choices.b.spec(spec, choices.base[v].dtype) for v, spec in flat.results]
         values = values_of(flat, choices, rows, results)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import networkx as nx
 
 from tokenspeed.compiler.costs import CostModel
 from tokenspeed.ir.collectives import outer_blocks
 from tokenspeed.ir.errors import RuleError
-from tokenspeed.ir.mesh import Axes, Plan
+from tokenspeed.ir.mesh import Axes, Mesh, Plan
 from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Type
 
@@ -72,21 +74,22 @@ class _Graph:
         return self.number[t]
 
 
-#: graphs by (row factors, what targets of the family may look like); shared by the buckets of one plan
-Graphs = dict[Hashable, _Graph]
+@lru_cache(maxsize=64)
+def _graphs(mesh: Mesh, home: Axes) -> dict[Hashable, _Graph]:
+    """Graphs by (row factors, what targets of the family may look like). Which steps there are depends on the mesh and its
+    home axes alone: buckets, models and plans share them."""
+    return {}
 
 
 class Repairs:
     """Paths on one plan and bucket, memoised."""
 
-    def __init__(
-        self, plan: Plan, sizes: Mapping[str, int], rows: Mapping[str, Axes], costs: CostModel, graphs: Graphs | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, sizes: Mapping[str, int], rows: Mapping[str, Axes], costs: CostModel) -> None:
         self.plan, self.sizes, self.rows, self.costs = plan, sizes, rows, costs
-        self.graphs: Graphs = {} if graphs is None else graphs
+        self.graphs = _graphs(plan.mesh, plan.home)
         self.rows_key = tuple(sorted(rows.items()))
-        self.prices: dict[Hashable, list[float]] = {}  # us of every edge of a graph
-        self.from_source: dict[Hashable, tuple[_Graph, dict[int, list[int]]]] = {}
+        self.prices: dict[Hashable, dict[int, float]] = {}  # us of the edges of a graph
+        self.from_source: dict[Hashable, tuple[_Graph, dict[int, float], dict[int, list[int]]]] = {}
         self.memo: dict[tuple[Type, Type], Path] = {}
 
     def nbytes(self, t: Type) -> float:
@@ -103,38 +106,52 @@ class Repairs:
 
     def price(self, source: Type, target: Type) -> float:
         """What the solver compares: us, and a tie-break by collectives."""
-        path = self.path(source, target)
-        return path.cost + TIE * path.wires
+        if source == target:
+            return 0.0
+        found = self._from(source, target)
+        return found[1].get(found[0].number.get(target, -1), float("inf")) if found else float("inf")
 
     def _search(self, source: Type, target: Type) -> Path:
-        """Dijkstra from `source` to all types that look like `target` in its ordered dims; ties by collectives."""
-        if (source.dtype, source.names, source.index) != (target.dtype, target.names, target.index):
+        found = self._from(source, target)
+        if found is None or (number := found[0].number.get(target, -1)) not in found[2]:
             return Path(float("inf"))
-        fixed = tuple(d for d in target.dims if d.name not in ROW_DIMS)
-        family = (fixed, bool(target.pending) and target.kind == "sum", self.rows_key)
-        if (source, family) not in self.from_source:
-            self.from_source[source, family] = self._paths(source, target, family)
-        graph, paths = self.from_source[source, family]
-        number = graph.number.get(target)
-        if number is None or number not in paths:
-            return Path(float("inf"))
-        path = paths[number]
-        edges = [graph.g.edges[u, v]["edge"] for u, v in itertools.pairwise(path)]
-        prices = self.prices[family, source.dtype, source.names, source.index]
+        graph, _, paths = found
+        edges = [graph.g.edges[u, v]["edge"] for u, v in itertools.pairwise(paths[number])]
+        prices = self.prices[self._family(target), source.dtype, source.names, source.index]
         return Path(sum(prices[e] for e in edges), tuple(graph.edges[e][1] for e in edges))
 
-    def _paths(self, source: Type, target: Type, family: Hashable) -> tuple[_Graph, dict[int, list[int]]]:
+    def _family(self, target: Type) -> Hashable:
+        """What the types that one search leads to have in common."""
+        fixed = tuple(d for d in target.dims if d.name not in ROW_DIMS)
+        return fixed, bool(target.pending) and target.kind == "sum", self.rows_key
+
+    def _from(self, source: Type, target: Type) -> tuple[_Graph, dict[int, float], dict[int, list[int]]] | None:
+        """Dijkstra from `source` to all types that look like `target` in its ordered dims; ties by collectives."""
+        if (source.dtype, source.names, source.index) != (target.dtype, target.names, target.index):
+            return None
+        family = self._family(target)
+        if (source, family) not in self.from_source:
+            self.from_source[source, family] = self._paths(source, target, family)
+        return self.from_source[source, family]
+
+    def _paths(
+        self, source: Type, target: Type, family: Hashable
+    ) -> tuple[_Graph, dict[int, float], dict[int, list[int]]]:
+        """The graph, and price and path of every type that `source` leads to."""
         key = (family, source.dtype, source.names, source.index)
         graph = self.graphs.setdefault(key, _Graph())
         self._grow(graph, source, target)
-        prices = self.prices.setdefault(key, [])
-        prices += [self._price(before, step) for before, step in graph.edges[len(prices) :]]
-        tie = [TIE * _wire(step) for _, step in graph.edges]
+        prices = self.prices.setdefault(key, {})
 
         def weight(u: int, v: int, data: dict[str, int]) -> float:
-            return prices[data["edge"]] + tie[data["edge"]]
+            n = data["edge"]
+            before, step = graph.edges[n]
+            if n not in prices:
+                prices[n] = self._price(before, step)
+            return prices[n] + TIE * _wire(step)
 
-        return graph, nx.single_source_dijkstra_path(graph.g, graph.number[source], weight=weight)
+        found: tuple[Any, Any] = nx.single_source_dijkstra(graph.g, graph.number[source], weight=weight)
+        return graph, *found
 
     def _grow(self, graph: _Graph, source: Type, target: Type) -> None:
         """Adds all that `source` leads to."""

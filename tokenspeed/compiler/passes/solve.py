@@ -193,9 +193,12 @@ def _value_table(v: Value, group: list[int], repairs: Repairs, memo: dict[object
     shape = (len(v.sources), *(len(w) for w in wanted))
     total = np.zeros(shape)
     ids: dict[Type, int] = {}
-    codes = [np.array([ids.setdefault(t, len(ids)) for t in w]) for w in wanted]
-    for j, w in enumerate(wanted):
-        edge = np.array([[repairs.price(s, t) for t in w] for s in v.sources])
+    codes = [np.array([ids.setdefault(t, len(ids)) for t in w], dtype=np.intp) for w in wanted]
+    sources = {s: i for i, s in enumerate(dict.fromkeys(v.sources))}  # rows share types: a pair of them is priced once
+    prices = np.array([[repairs.price(s, t) for t in ids] for s in sources]).reshape(len(sources), len(ids))
+    made = np.array([sources[s] for s in v.sources], dtype=np.intp)
+    for j in range(m):
+        edge = prices[made[:, None], codes[j]]
         view = [1] * (m + 1)
         view[0], view[j + 1] = shape[0], shape[j + 1]
         cost = np.broadcast_to(edge.reshape(view), shape)

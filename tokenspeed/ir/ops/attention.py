@@ -181,9 +181,10 @@ class Attend(Op):
             slots = table[r, p // page].long() * page + p % page - offset
             held = (slots >= 0) & (slots < ck.shape[0])
             p, slots = p[held], slots[held]
-            k = wide(ck[slots]).to(total.dtype).repeat_interleave(group, 1)
-            v = wide(cv[slots]).to(total.dtype).repeat_interleave(group, 1)
-            scores = torch.einsum("tnd,pnd->ntp", wide(q[mine]), k) * scale
+            k, v = (
+                wide(c[slots]).to(total.dtype).repeat_interleave(group, 1).transpose(0, 1) for c in (ck, cv)
+            )  # [N, P, D]
+            scores = wide(q[mine]).transpose(0, 1) @ k.transpose(1, 2) * scale  # [N, T, P]
             if softcap:
                 scores = (scores / softcap).tanh() * softcap
             seen = (p <= at) & (p > at - window) if window else p <= at
@@ -193,7 +194,7 @@ class Attend(Op):
                 sums = torch.logaddexp(sums, wide(sinks).to(sums.dtype)[:, None])
             weights = torch.where(scores.isneginf(), 0.0, (scores - sums[..., None]).exp())
             total[mine] = sums.T
-            out[mine] = torch.einsum("ntp,pnd->tnd", weights, v).to(q.dtype)
+            out[mine] = (weights @ v).transpose(0, 1).to(q.dtype)
         return (out, total) if lse else out
 
 

@@ -188,6 +188,8 @@ class Experts(Op):
         out = torch.zeros_like(wide(x))
         for e in range(both.shape[0]):
             mine = ids == e + offset
+            if not mine.any():
+                continue
             share = torch.where(mine, shares.to(out.dtype), 0.0).sum(-1, keepdim=True)
             first = wide(x) @ wide(both[e]).t() + (wide(biases[0][e]) if biases else 0.0)
             gate, up = first.to(x.dtype).chunk(2, -1)

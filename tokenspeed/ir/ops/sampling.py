@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum, IntFlag
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,30 +61,18 @@ def philox_gumbel(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tenso
 
     Counter (id // 4, position, 0, 0), key (seed_lo, seed_hi), lane id % 4; u = ((x >> 8) + 0.5) / 2^24, g = -ln(-ln u).
     """
-    mask = 0xFFFFFFFF
-    c0 = (ids // 4)[None, :].expand(seed_lo.shape[0], -1) & mask
-    c1 = (position.long() & mask)[:, None].expand_as(c0)
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    k0, k1 = (seed_lo.long() & mask)[:, None], (seed_hi.long() & mask)[:, None]
-    for _ in range(10):
-        h0, l0 = _mulhilo(0xD2511F53, c0)
-        h1, l1 = _mulhilo(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    lane = (ids % 4)[None, :].expand_as(c0)
-    x = torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
+    word = lambda x: (x.long() & 0xFFFFFFFF).numpy().astype(np.uint64)  # noqa: E731
+    low, high, lane = np.uint64(0xFFFFFFFF), np.uint64(32), ids % 4
+    c0, c1 = np.broadcast_arrays(word(ids // 4)[None, :], word(position)[:, None])
+    c2, c3 = np.zeros_like(c0), np.zeros_like(c0)
+    k0, k1 = word(seed_lo)[:, None], word(seed_hi)[:, None]
+    for _ in range(10):  # a product of two words fits 64 bits
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & low, (a >> high) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    x = torch.from_numpy(np.choose(lane.numpy()[None, :], (c0, c1, c2, c3)).astype(np.int64))
     u = ((x >> 8).double() + 0.5) * 2.0**-24  # in float32 the largest words would round to 1
     return -torch.log(-torch.log(u)).float()
-
-
-def _mulhilo(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of m * x, x in [0, 2^32) held in int64 (16-bit limbs: no overflow)."""
-    m_hi, m_lo = m >> 16, m & 0xFFFF
-    x_hi, x_lo = x >> 16, x & 0xFFFF
-    low = m_lo * x_lo
-    mid = m_hi * x_lo + (low >> 16)
-    mid2 = m_lo * x_hi + (mid & 0xFFFF)
-    return m_hi * x_hi + (mid >> 16) + (mid2 >> 16), ((mid2 & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def as_float(params: Tensor, word: Word) -> Tensor:
