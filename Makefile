@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 CPP := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
 
-.PHONY: demo test install build fmt lint type test-cpp test-asan test-matrix test-layouts rulecheck fuzz bench-cpu bench-scheduler docs clean
+.PHONY: demo test install build fmt lint type test-cpp test-asan test-tsan test-exhaustive test-matrix test-layouts rulecheck fuzz bench-cpu bench-scheduler docs clean
 
 demo: install ## compile the embedded model, serve it, ask one question, stop everything
 	$(BIN)/python examples/demo.py
@@ -59,6 +59,18 @@ test-asan: install ## the same under AddressSanitizer and UBSan
 	$(BIN)/cmake --build build/asan
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
 
+test-tsan: install ## threads under ThreadSanitizer: the C++ tests, and the binding called from many Python threads
+	$(BIN)/cmake -S scheduler_cpp -B build/tsan -G Ninja -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=thread -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/tsan
+	build/tsan/scheduler_tests --gtest_filter=-*SmallScope*
+	LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) TSAN_OPTIONS=halt_on_error=1 \
+		$(BIN)/python -m tests.scheduler.threads build/tsan
+
+test-exhaustive: install ## every order of every event in a small scope, with both tiers and storage to depth 16
+	$(BIN)/cmake -S scheduler_cpp -B build/cpp -G Ninja -DTOKENSPEED_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/cpp
+	TOKENSPEED_EXHAUSTIVE_DEPTH=16 build/cpp/scheduler_tests --gtest_also_run_disabled_tests --gtest_filter=*SmallScope*
+
 test-matrix: install ## the whole product of layouts, pages, chunks, prefix, overlap and retraction
 	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
 
@@ -87,6 +99,7 @@ bench-scheduler: install
 docs: install ## generated pages
 	$(BIN)/python -m tokenspeed env --options > docs/options.md
 	$(BIN)/python -m tokenspeed env --codes > docs/codes.md
+	$(BIN)/python -c "from tokenspeed import _scheduler; print(_scheduler.states_markdown(), end='')" > docs/scheduler-states.md
 
 clean:
 	rm -rf build artifacts

@@ -38,6 +38,11 @@ class Stats(TypedDict):
     host_pages_cached: int  # in the host's prefix tree
     host_pages_pinned: int  # in use by requests or transfers
     host_evicted_pages: int
+    queue_age_steps: int  # plans made since the request at the head of the queue came
+    decode_skips: int  # decode tokens that a plan left out for want of a page
+    decode_stall_tokens: int  # the most prefill tokens in a plan that also decoded
+    plan_seconds: float  # in next_plan, since construction
+    plan_seconds_max: float
     write_back_in_flight: int  # tickets
     load_back_in_flight: int
     prefetch_in_flight: int
@@ -85,6 +90,8 @@ class Config:
         storage: bool = False,
         storage_min_pages: int = 1,
         write_back_pages: int = 8,
+        hash_bits: int = 128,
+        kv_events: int = 0,
     ) -> None: ...
     @property
     def page_size(self) -> int:
@@ -139,6 +146,12 @@ class Config:
     @property
     def write_back_pages(self) -> int:
         """A running request's computed pages go to the host in runs of at least so many."""
+    @property
+    def hash_bits(self) -> int:
+        """Of a page's key; 128, or below 64 to test that collisions share nothing."""
+    @property
+    def kv_events(self) -> int:
+        """Events kept until they are read; 0: none."""
 
 class Output:
     """One sampled token."""
@@ -187,6 +200,26 @@ class Transfer:
     @property
     def keys(self) -> NDArray[np.uint8]:
         """[n, 16] page keys, as `page_keys` gives them."""
+
+class KvEvent:
+    """A page came to a prefix cache, or left it."""
+
+    @property
+    def number(self) -> int:
+        """Ascending from 0. A gap: events that nobody read in time were forgotten; a "cleared" follows it."""
+    @property
+    def kind(self) -> Literal["stored", "removed", "cleared"]: ...
+    @property
+    def tier(self) -> Literal["device", "host", "all"]: ...
+    @property
+    def group(self) -> int:
+        """Home group; -1: all."""
+    @property
+    def key(self) -> bytes:
+        """16 bytes, as `page_keys` gives them; zero for "cleared"."""
+    @property
+    def parent(self) -> bytes:
+        """Key of the page before it, for "stored"; zero: the page starts a prompt."""
 
 class Plan:
     """One step's work. Arrays are read-only views that keep the plan alive.
@@ -318,6 +351,8 @@ class Scheduler:
         """The oldest step in flight failed: its requests wait again, without what the step would have given."""
     def cached_prefix(self, tokens: Int32Array, cache_salt: bytes = b"") -> int:
         """Tokens of a prompt that the device's or the host's cache would supply, in the best home group. Changes nothing."""
+    def kv_events(self) -> list[KvEvent]:
+        """What came to and left the prefix caches since the last call; needs `Config.kv_events`."""
     def stats(self) -> Stats: ...
     def check(self) -> None:
         """RuntimeError naming the first broken invariant. O(pages + tokens)."""

@@ -5,7 +5,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,24 +28,6 @@ std::span<const Token> SpanOf(const TokenArray& array, const char* name) {
                                 " dimensions; a one-dimensional int32 array is needed");
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
-
-// The scheduler behind its lock.
-class Guarded {
- public:
-  explicit Guarded(Config config) : scheduler_(std::move(config)) {}
-
-  template <class F>
-  auto Call(F&& f) {
-    py::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    return f(scheduler_);
-  }
-  const Config& config() const noexcept { return scheduler_.config(); }
-
- private:
-  std::mutex mutex_;
-  Scheduler scheduler_;
-};
 
 // `array`, which `owner` holds, as a numpy array that keeps it alive. Read-only; without a shape it is flat.
 template <class T>
@@ -84,7 +69,9 @@ py::dict StatsDict(const Stats& s) {
                 "hit_tokens_device"_a = s.hit_tokens_device, "hit_tokens_host"_a = s.hit_tokens_host,
                 "hit_tokens_storage"_a = s.hit_tokens_storage, "host_pages_total"_a = s.host_pages_total,
                 "host_pages_free"_a = s.host_pages_free, "host_pages_cached"_a = s.host_pages_cached,
-                "host_pages_pinned"_a = s.host_pages_pinned, "host_evicted_pages"_a = s.host_evicted_pages);
+                "host_pages_pinned"_a = s.host_pages_pinned, "host_evicted_pages"_a = s.host_evicted_pages,
+                "queue_age_steps"_a = s.queue_age_steps, "decode_skips"_a = s.decode_skips,
+                "decode_stall_tokens"_a = s.decode_stall_tokens);
   for (std::size_t kind = 0; kind < kTransferKinds; ++kind) {
     const std::string name(NameOf(static_cast<TransferKind>(kind)));
     dict[py::str(name + "_in_flight")] = s.transfers[kind];
@@ -93,6 +80,50 @@ py::dict StatsDict(const Stats& s) {
   }
   return dict;
 }
+
+// The scheduler behind its lock.
+class Guarded {
+ public:
+  explicit Guarded(Config config) : scheduler_(std::move(config)) {}
+
+  template <class F>
+  auto Call(F&& f) {
+    py::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    return f(scheduler_);
+  }
+  const Config& config() const noexcept { return scheduler_.config(); }
+
+  std::optional<Plan> NextPlan() {
+    return Call([&](Scheduler& scheduler) {
+      const auto start = Clock::now();
+      auto plan = scheduler.NextPlan();
+      const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      plan_seconds_ += seconds;
+      plan_seconds_max_ = std::max(plan_seconds_max_, seconds);
+      return plan;
+    });
+  }
+
+  py::dict Stats() {
+    double total = 0, most = 0;
+    const auto stats = Call([&](Scheduler& scheduler) {
+      total = plan_seconds_;
+      most = plan_seconds_max_;
+      return scheduler.stats();
+    });
+    py::dict dict = StatsDict(stats);
+    dict["plan_seconds"] = total;
+    dict["plan_seconds_max"] = most;
+    return dict;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::mutex mutex_;
+  Scheduler scheduler_;
+  double plan_seconds_ = 0, plan_seconds_max_ = 0;  // in NextPlan, since construction
+};
 
 py::dict InfoDict(const RequestInfo& info) {
   using namespace py::literals;
@@ -105,29 +136,32 @@ void BindConfig(py::module_& module) {
   using namespace py::literals;
   const Config defaults;
   py::class_<Config>(module, "Config", "Sizes and policy of a scheduler; a value that cannot work raises ValueError.")
-      .def(py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
-                       int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
-                       int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots,
-                       int host_pages, bool storage, int storage_min_pages, int write_back_pages) {
-             Config config{page_size,           num_pages,
-                           max_requests,        std::move(token_buckets),
-                           max_seq_len,         dp,
-                           prefill_chunk,       prefix_cache,
-                           max_queued_requests, max_queued_tokens,
-                           max_in_flight,       decode_stall_tokens,
-                           ageing_steps,        state_snapshots,
-                           host_pages,          storage,
-                           storage_min_pages,   write_back_pages};
-             config.Validate();
-             return config;
-           }),
-           py::kw_only(), "page_size"_a, "num_pages"_a, "max_requests"_a, "token_buckets"_a, "max_seq_len"_a,
-           "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
-           "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
-           "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
-           "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots,
-           "host_pages"_a = defaults.host_pages, "storage"_a = defaults.storage,
-           "storage_min_pages"_a = defaults.storage_min_pages, "write_back_pages"_a = defaults.write_back_pages)
+      .def(
+          py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
+                      int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
+                      int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots, int host_pages,
+                      bool storage, int storage_min_pages, int write_back_pages, int hash_bits, int kv_events) {
+            Config config{page_size,           num_pages,
+                          max_requests,        std::move(token_buckets),
+                          max_seq_len,         dp,
+                          prefill_chunk,       prefix_cache,
+                          max_queued_requests, max_queued_tokens,
+                          max_in_flight,       decode_stall_tokens,
+                          ageing_steps,        state_snapshots,
+                          host_pages,          storage,
+                          storage_min_pages,   write_back_pages,
+                          hash_bits,           kv_events};
+            config.Validate();
+            return config;
+          }),
+          py::kw_only(), "page_size"_a, "num_pages"_a, "max_requests"_a, "token_buckets"_a, "max_seq_len"_a,
+          "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
+          "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
+          "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
+          "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots,
+          "host_pages"_a = defaults.host_pages, "storage"_a = defaults.storage,
+          "storage_min_pages"_a = defaults.storage_min_pages, "write_back_pages"_a = defaults.write_back_pages,
+          "hash_bits"_a = defaults.hash_bits, "kv_events"_a = defaults.kv_events)
       .def_readonly("page_size", &Config::page_size)
       .def_readonly("num_pages", &Config::num_pages)
       .def_readonly("max_requests", &Config::max_requests)
@@ -145,7 +179,9 @@ void BindConfig(py::module_& module) {
       .def_readonly("host_pages", &Config::host_pages)
       .def_readonly("storage", &Config::storage)
       .def_readonly("storage_min_pages", &Config::storage_min_pages)
-      .def_readonly("write_back_pages", &Config::write_back_pages);
+      .def_readonly("write_back_pages", &Config::write_back_pages)
+      .def_readonly("hash_bits", &Config::hash_bits)
+      .def_readonly("kv_events", &Config::kv_events);
 }
 
 void BindOutput(py::module_& module) {
@@ -251,6 +287,18 @@ void BindTransfer(py::module_& module) {
       });
 }
 
+py::bytes BytesOf(const PageKey& key) { return {reinterpret_cast<const char*>(&key), sizeof(key)}; }
+
+void BindKvEvent(py::module_& module) {
+  py::class_<KvEvent>(module, "KvEvent", "A page came to a prefix cache, or left it.")
+      .def_readonly("number", &KvEvent::number)
+      .def_property_readonly("kind", [](const KvEvent& event) { return std::string(NameOf(event.kind)); })
+      .def_property_readonly("tier", [](const KvEvent& event) { return std::string(NameOf(event.tier)); })
+      .def_readonly("group", &KvEvent::group)
+      .def_property_readonly("key", [](const KvEvent& event) { return BytesOf(event.key); })
+      .def_property_readonly("parent", [](const KvEvent& event) { return BytesOf(event.parent); });
+}
+
 void BindScheduler(py::module_& module) {
   using namespace py::literals;
   py::class_<Guarded>(module, "Scheduler", "Decides what runs next and owns every KV page. Deterministic; thread safe.")
@@ -293,7 +341,7 @@ void BindScheduler(py::module_& module) {
             return self.Call([&](Scheduler& s) { return s.Transferred(ticket, pages); });
           },
           "ticket"_a, "pages"_a)
-      .def("next_plan", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.NextPlan(); }); })
+      .def("next_plan", &Guarded::NextPlan)
       .def(
           "advance",
           [](Guarded& self, StepId step, const TokenArray& tokens) {
@@ -326,7 +374,8 @@ void BindScheduler(py::module_& module) {
             return self.Call([&](Scheduler& s) { return s.FlushCache(which); });
           },
           "tier"_a = "all")
-      .def("stats", [](Guarded& self) { return StatsDict(self.Call([](Scheduler& s) { return s.stats(); })); })
+      .def("stats", &Guarded::Stats)
+      .def("kv_events", [](Guarded& self) { return self.Call([](Scheduler& s) { return s.KvEvents(); }); })
       .def("check", [](Guarded& self) { self.Call([](Scheduler& s) { s.Check(); }); })
       .def("snapshot", [](Guarded& self) {
         py::list list;
@@ -345,6 +394,7 @@ PYBIND11_MODULE(_scheduler, module) {
   BindOutput(module);
   BindPlan(module);
   BindTransfer(module);
+  BindKvEvent(module);
   BindScheduler(module);
   module.def("states_markdown", &StatesMarkdown, "The documentation page of the event x state table.");
   module.def(
@@ -354,7 +404,7 @@ PYBIND11_MODULE(_scheduler, module) {
         const TokenSequence sequence(SpanOf(tokens, "tokens"), page_size, RootKey({{KeyTag::kCacheSalt, cache_salt}}),
                                      true);
         std::vector<py::bytes> keys;
-        for (const PageKey& key : sequence.keys()) keys.emplace_back(reinterpret_cast<const char*>(&key), sizeof(key));
+        for (const PageKey& key : sequence.keys()) keys.push_back(BytesOf(key));
         return keys;
       },
       py::arg("tokens"), py::arg("page_size"), py::arg("cache_salt") = py::bytes(),

@@ -39,6 +39,11 @@ void Config::Validate() const {
   AtLeast("host_pages", host_pages, 0);
   AtLeast("storage_min_pages", storage_min_pages, 1);
   AtLeast("write_back_pages", write_back_pages, 1);
+  AtLeast("kv_events", kv_events, 0);
+  AtLeast("hash_bits", hash_bits, 0);
+  Require(hash_bits < 64 || hash_bits == 128,
+          "hash_bits is " + std::to_string(hash_bits) + "; it must be 128, or below 64 to make keys collide");
+  Require(!storage || hash_bits == 128, "storage finds a page by its key alone, so it needs all 128 hash_bits");
   Require(!storage || tiered(), "storage needs host_pages: what is stored passes through host pages");
   Require(!tiered() || prefix_cache,
           "host_pages needs prefix_cache: the host tier keeps what the prefix cache computed");

@@ -30,6 +30,9 @@ struct Config {
   int budget() const noexcept { return token_buckets.back(); }
   int chunk() const noexcept { return prefill_chunk == 0 ? budget() : prefill_chunk; }
   int stall() const noexcept { return decode_stall_tokens == 0 ? budget() : decode_stall_tokens; }
+  int hash_bits = 128;  // of a page's key; below 64 only to test that collisions share nothing
+  int kv_events = 0;    // events kept until they are read; 0: none
+
   bool tiered() const noexcept { return host_pages > 0; }
   // Requests that a home group runs at once: each gets at least one token in every step.
   int max_running() const noexcept { return max_requests < budget() ? max_requests : budget(); }

@@ -29,6 +29,12 @@ struct KeyField {
 // The parent key of a sequence's first page: version and every extra field, each as (tag, length, bytes).
 PageKey RootKey(std::initializer_list<KeyField> fields);
 
+// The key cut to `bits` (0..63) bits, as a short hash would be, to prove that a collision shares nothing. What is left
+// of `root`, the domain, is whole: a match compares tokens, so it is they that a key need not tell apart.
+constexpr PageKey Truncated(const PageKey& key, int bits, const PageKey& root) noexcept {
+  return {key.lo & ((std::uint64_t{1} << bits) - 1), root.hi};
+}
+
 // The key of the page that holds `tokens` after the prefix that `parent` stands for.
 PageKey ChainKey(const PageKey& parent, std::span<const Token> tokens) noexcept;
 

@@ -22,11 +22,11 @@ struct Chosen {
 };
 
 struct HomeGroup {
-  explicit HomeGroup(const Config& config)
+  HomeGroup(const Config& config, int index, KvEventLog& log)
       : pool(config.num_pages),
-        cache(pool, config.page_size, config.state_snapshots),
+        cache(pool, config.page_size, config.state_snapshots, &log, {.tier = Tier::kDevice, .group = index}),
         host_pool(config.host_pages),
-        host_cache(host_pool, config.page_size),
+        host_cache(host_pool, config.page_size, 0, &log, {.tier = Tier::kHost, .group = index}),
         slots(config.max_requests) {
     const auto most = static_cast<std::size_t>(config.max_requests);
     for (auto* list : {&chosen, &arranged}) list->reserve(most);
@@ -68,7 +68,8 @@ struct HomeGroup {
   std::vector<Chosen> arranged;  // by request row
   int tokens_left = 0;           // of the step's budget
   int prefill_left = 0;          // of the step's prefill bound
-  bool open = false;             // may admit
+  bool decodes = false;
+  bool open = false;  // may admit
 
   std::uint64_t epoch = 0;  // changes when a request enters or leaves
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fatal.h"
 #include "scheduler.h"
 
 namespace tokenspeed {
@@ -34,11 +35,15 @@ std::optional<Plan> Scheduler::NextPlan() {
     group->tokens_left = config_.budget();
     group->open = true;
     ChooseDecodes(*group);
-    group->prefill_left = group->chosen.empty() ? config_.budget() : config_.stall();
+    group->decodes = !group->chosen.empty();
+    group->prefill_left = group->decodes ? config_.stall() : config_.budget();
     ChoosePrefills(*group);
   }
   AdmitWaiting();
-  for (const auto& group : groups_) any |= !group->chosen.empty();
+  for (const auto& group : groups_) {
+    any |= !group->chosen.empty();
+    if (group->decodes) decode_stall_ = std::max<std::int64_t>(decode_stall_, config_.stall() - group->prefill_left);
+  }
   if (!any) return std::nullopt;
   return Emit();
 }
@@ -47,7 +52,11 @@ void Scheduler::ChooseDecodes(HomeGroup& group) noexcept {
   // By index: making room takes the newest requests off the end of the list.
   for (std::size_t i = 0; i < group.running.size(); ++i) {
     Request& request = *group.running[i];
-    if (!WantsDecode(request, *RunOf(request.state)) || !MakeRoom(group, request)) continue;
+    if (!WantsDecode(request, *RunOf(request.state))) continue;
+    if (!MakeRoom(group, request)) {
+      ++decode_skips_;
+      continue;
+    }
     group.chosen.push_back({&request, 1, true});
     --group.tokens_left;
   }
@@ -112,6 +121,7 @@ void Scheduler::AdmitWaiting() {
         best_index = g;
         std::swap(path_, best_path_);
         std::swap(host_path_, best_host_path_);
+        best_drawn_ = drawn_;
       }
     }
     if (!any_open) return;
@@ -165,8 +175,8 @@ bool Scheduler::Fits(HomeGroup& group, const Request& request) {
   group.cache.Resumable(path_);
   const int matched = static_cast<int>(path_.size());
   const int headroom = static_cast<int>(group.running.size());  // each may need a page for its next token
-  const int drawn = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
-  if (drawn + headroom <= group.available()) {
+  drawn_ = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
+  if (drawn_ + headroom <= group.available()) {
     host_path_.clear();
     if (config_.tiered()) group.host_cache.Match(reusable, tokens.ids(), host_path_);
     return true;
@@ -195,6 +205,7 @@ CachedTokens Scheduler::CachedAt(const Request& request, int on_device, int reus
 void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   const int pages = PagesAtAdmission(request);
   TokensOf(request.state)->Reserve(request.total);
+  const int left = group.available() - best_drawn_;
   Residency kv(group.pool, group.cache, content_ids_, best_path_, PagesFor(request.total, config_.page_size));
   const std::size_t on_device = best_path_.size();
   const auto* retracted = std::get_if<Retracted>(&request.state);
@@ -206,6 +217,7 @@ void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   NodeRef host;
   if (config_.tiered()) host = group.host_cache.Pin(best_host_path_.empty() ? kNoPage : best_host_path_.back());
   while (kv.pages() < pages) kv.Append(group.TakePage());
+  if (group.available() != left) Fatal("an admission drew other than it was credited");
   const int reused = static_cast<int>(on_device + (load ? transfer.host.size() : 0)) * config_.page_size;
   if (load) {
     std::ranges::copy(kv.table().subspan(on_device, transfer.host.size()), transfer.device.begin());

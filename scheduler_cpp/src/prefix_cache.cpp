@@ -9,7 +9,7 @@
 
 namespace tokenspeed {
 
-PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots)
+PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots, KvEventLog* log, KvEvent name)
     : pool_(pool),
       page_size_(static_cast<std::size_t>(page_size)),
       nodes_(static_cast<std::size_t>(pool.total())),
@@ -17,9 +17,12 @@ PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots)
       index_(std::bit_ceil(2 * nodes_.size())),
       mask_(index_.size() - 1),
       leaves_(pool.total()),
-      snapshots_(snapshots, pool.total()) {}
+      snapshots_(snapshots, pool.total()),
+      log_(log),
+      name_(name) {}
 
 PrefixCache::~PrefixCache() {
+  log_ = nullptr;
   Flush();
   if (cached_ != 0) Fatal("a prefix cache was destroyed while a node was pinned");
 }
@@ -108,6 +111,18 @@ void PrefixCache::Insert(NodeRef& ref, const PageKey& key, const Token* tokens, 
   index_[at] = {Tag(key), id};
   ref.node_ = id;
   ++cached_;
+  Tell(KvEvent::Kind::kStored, id);
+}
+
+void PrefixCache::Tell(KvEvent::Kind kind, PageId page) noexcept {
+  if (log_ == nullptr) return;
+  KvEvent event = name_;
+  event.kind = kind;
+  if (page != kNoPage) {
+    event.key = At(page).key;
+    if (kind == KvEvent::Kind::kStored && At(page).parent != kNoPage) event.parent = At(At(page).parent).key;
+  }
+  log_->Add(event);
 }
 
 void PrefixCache::IndexErase(PageId page) noexcept {
@@ -127,6 +142,12 @@ void PrefixCache::IndexErase(PageId page) noexcept {
 bool PrefixCache::EvictOne() noexcept {
   if (leaves_.empty()) return false;
   const PageId page = leaves_.top();
+  if (!At(page).forgotten) Tell(KvEvent::Kind::kRemoved, page);
+  Evict(page);
+  return true;
+}
+
+void PrefixCache::Evict(PageId page) noexcept {
   leaves_.Remove(page);
   if (!At(page).forgotten) IndexErase(page);
   const PageId parent = At(page).parent;
@@ -138,18 +159,20 @@ bool PrefixCache::EvictOne() noexcept {
   --evictable_;
   ++evicted_total_;
   pool_.Return(page);
-  return true;
 }
 
 void PrefixCache::Forget(PageId node) noexcept {
   if (At(node).forgotten) return;
+  Tell(KvEvent::Kind::kRemoved, node);
   IndexErase(node);
   At(node).forgotten = true;
 }
 
 int PrefixCache::Flush() noexcept {
-  int pages = 0;
-  while (EvictOne()) ++pages;
+  const int pages = evictable_;
+  const bool all = pages == cached_;
+  if (all && pages > 0) Tell(KvEvent::Kind::kCleared, kNoPage);
+  while (!leaves_.empty()) all ? Evict(leaves_.top()) : static_cast<void>(EvictOne());
   return pages;
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kv_events.h"
 #include "lru_heap.h"
 #include "page_pool.h"
 #include "snapshots.h"
@@ -47,8 +48,8 @@ class NodeRef {
 
 class PrefixCache {
  public:
-  // `snapshots`: of recurrent states, to be kept beside pages.
-  PrefixCache(PagePool& pool, int page_size, int snapshots = 0);
+  // `snapshots`: of recurrent states, to be kept beside pages. What comes and goes is told to `log` under `name`.
+  PrefixCache(PagePool& pool, int page_size, int snapshots = 0, KvEventLog* log = nullptr, KvEvent name = {});
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
   ~PrefixCache();
@@ -132,6 +133,8 @@ class PrefixCache {
   void Activate(PageId node) noexcept;
   void Deactivate(PageId node) noexcept;
   void IndexErase(PageId page) noexcept;
+  void Evict(PageId page) noexcept;
+  void Tell(KvEvent::Kind kind, PageId page) noexcept;
 
   PagePool& pool_;
   std::size_t page_size_;
@@ -141,6 +144,8 @@ class PrefixCache {
   std::size_t mask_;
   LruHeap leaves_;
   Snapshots snapshots_;
+  KvEventLog* log_;
+  KvEvent name_;  // tier and group
   std::uint64_t epoch_ = 0;
   int cached_ = 0;
   int evictable_ = 0;

@@ -46,6 +46,7 @@ using RequestQueue = std::map<Order, Request*>;
 struct Request {
   RequestId id;
   Order order;
+  StepId arrival;  // plans made before its submission
   Limits limits;
   int total;  // prompt + max_new_tokens
   State state;

@@ -23,8 +23,9 @@ Config Validated(Config config) {
 
 Scheduler::Scheduler(Config config)
     : config_(Validated(std::move(config))),
+      kv_events_(config_.kv_events),
       plans_(config_.dp, config_.budget(), std::min(config_.budget(), config_.max_requests)) {
-  for (int g = 0; g < config_.dp; ++g) groups_.push_back(std::make_unique<HomeGroup>(config_));
+  for (int g = 0; g < config_.dp; ++g) groups_.push_back(std::make_unique<HomeGroup>(config_, g, kv_events_));
   const std::size_t rows = static_cast<std::size_t>(config_.dp) * static_cast<std::size_t>(config_.max_running());
   for (InFlight& flight : flights_) flight.chosen.reserve(rows);
   row_digests_.reserve(rows);
@@ -69,11 +70,12 @@ void Scheduler::Submit(RequestId id, std::span<const Token> tokens, Limits limit
   const Order order{next_step_ + std::int64_t{priority} * config_.ageing_steps, next_sequence_};
   const PageKey root = RootKey({{KeyTag::kCacheSalt, salt}});
   RequestQueue entry;
-  TokenSequence sequence(tokens, config_.page_size, root, config_.prefix_cache);
+  TokenSequence sequence(tokens, config_.page_size, root, config_.prefix_cache, config_.hash_bits);
   entry.emplace(order, nullptr);
   const auto [at, inserted] = requests_.try_emplace(
       id, Request{.id = id,
                   .order = order,
+                  .arrival = next_step_,
                   .limits = std::move(limits),
                   .total = static_cast<int>(total),
                   .state = bootstrap ? State(Bootstrapping{std::move(sequence)}) : Submitted{std::move(sequence)},
@@ -233,7 +235,8 @@ int Scheduler::FlushCache(Tier tier) noexcept {
 
 int Scheduler::CachedPrefix(std::span<const Token> tokens, std::string_view salt) const {
   if (!config_.prefix_cache || tokens.empty()) return 0;
-  const TokenSequence sequence(tokens, config_.page_size, RootKey({{KeyTag::kCacheSalt, salt}}), true);
+  const TokenSequence sequence(tokens, config_.page_size, RootKey({{KeyTag::kCacheSalt, salt}}), true,
+                               config_.hash_bits);
   std::vector<PageId> path;
   std::size_t pages = 0;
   const auto keys = sequence.keys().first(static_cast<std::size_t>(sequence.reusable_pages()));
@@ -261,6 +264,9 @@ Stats Scheduler::stats() const noexcept {
               .moved_pages = moved_pages_,
               .missing_pages = missing_pages_,
               .retractions = retractions_,
+              .queue_age_steps = waiting_.empty() ? 0 : next_step_ - waiting_.begin()->second->arrival,
+              .decode_skips = decode_skips_,
+              .decode_stall_tokens = decode_stall_,
               .steps = next_step_,
               .step_tokens = step_tokens_};
   for (const auto& group : groups_) {

@@ -49,11 +49,12 @@ struct Stats {
   std::array<std::int64_t, kTransferKinds> missing_pages = {};  // that did not
   std::int64_t retractions = 0;  // admitted requests sent back to wait, for whatever reason
   std::int64_t evicted_pages = 0;
-  std::int64_t steps = 0;        // plans made
-  std::int64_t step_tokens = 0;  // token rows planned
+  std::int64_t queue_age_steps = 0;      // plans made since the request at the head of the queue came
+  std::int64_t decode_skips = 0;         // decode tokens that a plan left out for want of a page
+  std::int64_t decode_stall_tokens = 0;  // the most prefill tokens in a plan that also decodes
+  std::int64_t steps = 0;                // plans made
+  std::int64_t step_tokens = 0;          // token rows planned
 };
-
-enum class Tier { kAll, kDevice, kHost };
 
 struct RequestInfo {
   RequestId id;
@@ -98,6 +99,9 @@ class Scheduler {
   // The first `pages` of a transfer's pages arrived; the others are given up. False, nothing changed, for a ticket that
   // is unknown or was answered before. Throws std::invalid_argument for more pages than it has.
   bool Transferred(TicketId ticket, int pages);
+
+  // What came to and left the prefix caches since the last call.
+  std::vector<KvEvent> KvEvents() { return kv_events_.Take(); }
 
   // Evicts every cached page of the tier that nobody uses; the number of pages.
   int FlushCache(Tier tier = Tier::kAll) noexcept;
@@ -174,6 +178,7 @@ class Scheduler {
 
   const Config config_;
   ContentIds content_ids_;
+  KvEventLog kv_events_;  // before groups_: their caches tell it
   std::vector<std::unique_ptr<HomeGroup>> groups_;
   std::unordered_map<RequestId, Request> requests_;  // after groups_: requests give back to them
   RequestQueue waiting_;
@@ -206,9 +211,11 @@ class Scheduler {
 
   std::vector<PageId> path_, best_path_;  // scratch of admission
   std::vector<PageId> host_path_, best_host_path_;
+  int drawn_ = 0, best_drawn_ = 0;          // pages
   std::vector<std::uint64_t> row_digests_;  // scratch of emission
   std::int64_t prefix_query_tokens_ = 0, retractions_ = 0, step_tokens_ = 0;
   std::int64_t hit_device_ = 0, hit_host_ = 0, hit_storage_ = 0;
+  std::int64_t decode_skips_ = 0, decode_stall_ = 0;
 };
 
 }  // namespace tokenspeed

@@ -12,12 +12,14 @@ namespace tokenspeed {
 
 class TokenSequence {
  public:
-  // `keyed` false: no keys are kept (prefix caching is off).
-  TokenSequence(std::span<const Token> prompt, int page_size, const PageKey& root, bool keyed)
+  // `keyed` false: no keys are kept (prefix caching is off). Fewer than 128 `key_bits` make keys collide.
+  TokenSequence(std::span<const Token> prompt, int page_size, const PageKey& root, bool keyed, int key_bits = 128)
       : ids_(prompt.begin(), prompt.end()),
         prompt_(static_cast<int>(prompt.size())),
         page_size_(page_size),
         keyed_(keyed),
+        key_bits_(key_bits),
+        root_(root),
         last_key_(root) {
     keys_.reserve(static_cast<std::size_t>(keyed ? prompt_ / page_size : 0));
     ExtendKeys();
@@ -49,6 +51,7 @@ class TokenSequence {
     if (!keyed_) return;
     for (auto page = keys_.size(); page < ids_.size() / static_cast<std::size_t>(page_size_); ++page) {
       last_key_ = ChainKey(last_key_, {this->page(static_cast<int>(page)), static_cast<std::size_t>(page_size_)});
+      if (key_bits_ < 128) last_key_ = Truncated(last_key_, key_bits_, root_);
       keys_.push_back(last_key_);
     }
   }
@@ -58,6 +61,8 @@ class TokenSequence {
   int prompt_;
   int page_size_;
   bool keyed_;
+  int key_bits_;
+  PageKey root_;
   PageKey last_key_;  // the root key until the first page is full
 };
 

@@ -300,6 +300,8 @@ inline Settled Settle(Run& run, event::Transferred& event) noexcept {
   if (!whole) {
     run.load->ForgetFrom(event.pages);
     run.host = NodeRef(*run.host.cache());
+    run.computed = run.kv.committed() * event.page_size;
+    if (run.in_flight == 0) run.planned = run.computed;
   }
   run.load.reset();
   if (!whole) return Settled::kUnusable;

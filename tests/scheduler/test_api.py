@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.harness import Engine
+from tests.scheduler.threads import hammer
 from tokenspeed import _scheduler
 from tokenspeed._scheduler import Config, Plan, QueueFull, Scheduler
 
@@ -295,32 +294,7 @@ def test_end_in_every_state_is_idempotent() -> None:
 
 
 def test_calls_from_many_threads() -> None:
-    scheduler = Scheduler(config(max_in_flight=2))
-    submitters, each = 4, 40
-    done = threading.Event()
-
-    def submit(first: int) -> None:
-        for i in range(first, first + each):
-            scheduler.submit(i, tokens(i % 5, 1, 2), 4)
-
-    def watch() -> None:
-        while not done.is_set():
-            scheduler.check()
-            stats = scheduler.stats()
-            assert stats["kv_pages_free"] + stats["kv_pages_cached"] <= stats["kv_pages_total"]
-
-    with ThreadPoolExecutor(submitters + 1) as pool:
-        watcher = pool.submit(watch)
-        submissions = [pool.submit(submit, each * i) for i in range(submitters)]
-        outputs = 0
-        while outputs < submitters * each * 4:
-            plan = scheduler.next_plan()
-            if plan is not None:
-                outputs += len(scheduler.advance(plan.step, np.zeros(plan.last.size, np.int32)))
-        done.set()
-        for future in [watcher, *submissions]:
-            future.result()
-    assert scheduler.snapshot() == []
+    hammer(_scheduler)
 
 
 def test_states_page_is_fresh() -> None:

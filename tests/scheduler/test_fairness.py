@@ -21,8 +21,8 @@ def running(e: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("dp", [1, 2])
-def test_no_request_waits_while_three_pools_of_later_arrivals_finish(in_flight: int, dp: int) -> None:
+@pytest.mark.parametrize(("dp", "host"), [(1, 0), (2, 0), (1, 30)])
+def test_no_request_waits_while_three_pools_of_later_arrivals_finish(in_flight: int, dp: int, host: int) -> None:
     page, pages = 4, 20
     e = Engine(
         Config(
@@ -33,6 +33,8 @@ def test_no_request_waits_while_three_pools_of_later_arrivals_finish(in_flight: 
             max_seq_len=80,
             dp=dp,
             max_in_flight=in_flight,
+            host_pages=host,
+            storage=host > 0,
         )
     )
     rng = random.Random(7)

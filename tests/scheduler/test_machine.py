@@ -55,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 1, 6, 12, 40]),
         storage=st.booleans(),
         write_back=st.sampled_from([1, 1, 3]),
+        bits=st.sampled_from([128, 128, 4]),
     )
     def start(
         self,
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host: int,
         storage: bool,
         write_back: int,
+        bits: int,
     ) -> None:
         self.engine = Engine(
             Config(
@@ -88,7 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ageing_steps=ageing,
                 state_snapshots=0 if cache and host else snapshots,
                 host_pages=-(-host // page_size) if cache else 0,
-                storage=cache and host > 0 and storage,
+                storage=cache and host > 0 and storage and bits == 128,
+                hash_bits=bits,
                 write_back_pages=write_back,
             ),
             patient=True,
