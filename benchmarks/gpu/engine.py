@@ -79,8 +79,10 @@ class Bench:
 
     def options(self) -> dict[str, Any]:
         """Of an engine that serves the compiled artifact: a start does not compile the model."""
+        from tokenspeed.runtime.ahead import compile_kernels
         from tokenspeed.runtime.compiling import compile_options, write_artifact
         from tokenspeed.runtime.config import EngineConfig
+        from tokenspeed.runtime.executor import default_page
 
         artifact = self.folder / "artifact"
         if not artifact.exists():
@@ -92,6 +94,10 @@ class Bench:
             began = time.perf_counter()
             write_artifact(compiled, compile_options(compiled), str(artifact))
             self.out["compile_s"] = round(time.perf_counter() - began, 2)
+            if self.args.device != "cpu":
+                began = time.perf_counter()
+                kernels = compile_kernels(artifact, default_page(self.args.device))
+                self.out["kernels"] = {"count": kernels, "seconds": round(time.perf_counter() - began, 2)}
         return {
             "model": str(artifact), "max_model_len": MAX_LEN[self.args.model], "core": self.args.core,
             "num_pages": self.args.pages,

@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--seconds", type=float, default=460.0, help="stop starting new cases after this long")
     parser.add_argument("--only", choices=("verify", "bench"), help="one half of the work")
+    parser.add_argument("--part", action="append", metavar="NAME", help="only parts whose names begin so (repeatable)")
     args = parser.parse_args()
     torch.manual_seed(0)
     run = Run(args.json, args.seconds)
@@ -245,6 +246,8 @@ def main() -> int:
         parts += [("copy", copy_rate), ("attention timing", bench_attention), ("rows timing", bench_rows),
                   ("linear timing", bench_linear)]  # fmt: skip
     for name, part in parts:
+        if args.part and not name.startswith(tuple(args.part)):
+            continue
         began = time.monotonic()
         try:
             part(run)

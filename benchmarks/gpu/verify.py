@@ -133,6 +133,13 @@ def verify_attention(run: Run) -> None:
             f"attend chunk of {tokens} on 3000",
             lambda pages=pages, t=tokens: pages.check(list(range(3000 - t, 3000)), [0] * t, 32, BF16),
         )
+    for batch in (48, 160, 300):  # every tiling of many contexts
+        pages = Pages((edges * batch)[:batch], 8, 128, 16, BF16)
+        pos = [c - 1 for c in (edges * batch)[:batch]]
+        run.verify(
+            f"attend decode of {batch}",
+            lambda pages=pages, pos=pos: pages.check(pos, list(range(len(pos))), 32, BF16),
+        )
     deep = Pages([32768, 1], 8, 128, 16, BF16)
     run.verify("attend 32k decode, 300 runs alike", lambda: deep.check([32767, 0], [0, 1], 32, BF16, repeat=300))
     run.verify(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from pathlib import Path
 
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig
@@ -31,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-certificate", action="store_true", help="do not run the programs at reduced extents beside one rank"
     )
+    parser.add_argument(
+        "--no-kernels", action="store_true",
+        help="for a GPU: do not compile its kernels into the artifact; a server then compiles what it needs at its start",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="print every redistribution, identical layers folded")
 
 
@@ -66,4 +71,22 @@ def run(args: argparse.Namespace) -> int:
     certified = f", certified in {compiled.certified:.2f} s" if compiled.certified >= 0.005 else ""
     passes = f"{compiled.seconds - compiled.certified:.2f} s (all passes){certified}"
     print(f"compiled in {passes}, {total:.2f} s with reading the checkpoint and writing {path}")
+    if not args.no_kernels:
+        _kernels(config, path)
     return 0
+
+
+def _kernels(config: EngineConfig, path: Path) -> None:
+    """Compiles the kernels of an artifact for a GPU into it."""
+    from tokenspeed.compiler.artifact import load_artifact
+
+    device = load_artifact(path).manifest["device"]
+    if device == "cpu":
+        return
+    from tokenspeed.runtime.ahead import compile_kernels
+    from tokenspeed.runtime.executor import default_page
+
+    started = time.perf_counter()
+    count = compile_kernels(path, config.page_size or default_page(device), bar())
+    if count:
+        print(f"compiled {count} kernels into it in {time.perf_counter() - started:.1f} s")

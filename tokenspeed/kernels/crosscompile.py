@@ -148,7 +148,7 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
                     ),
                 )
         yield "select_rows", lambda x=x: rows.select_rows(x, new(16, dtype=i32), out=new(16, h))
-    for t in (1, 256):
+    for t in (1, 48, 160, 256):
         q, pos, cache = new(t, n, d), new(t, dtype=i32), new(1 << 16, kv, d)
         yield (
             f"attend, decode of {t}",

@@ -69,26 +69,58 @@ def has_chunks(tokens: int, rows: int) -> bool:
 
 
 _ahead: dict[tuple[Any, ...], Launch] | None = None
+_arch = 0  # the architecture that is compiled for where it is not the device's: 90 for sm_90
 
 
 @contextmanager
-def compiling_ahead() -> Generator[None]:
-    """Under it nothing runs and scratch grows; at its end the kernels that were to run are compiled and loaded, as many at
-    once as there are processors."""
+def compiling_ahead(arch: int = 0) -> Generator[None]:
+    """Under it nothing runs and scratch grows; at its end the kernels that were to run are compiled, as many at once as there
+    are processors, and loaded. With an `arch` (90 for sm_90) they are compiled for that one, whatever is here, and not loaded;
+    tensors are then on the meta device."""
     from triton import AsyncCompileMode
 
-    global _ahead  # as `_record`: for the start of an executor
-    _ahead = {}
+    global _ahead, _arch  # as `_record`: for the start of an executor
+    _ahead, _arch = {}, arch
     try:
         yield
         wanted = list(_ahead.values())
     finally:
-        _ahead = None
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=_as_device(wanted)) as pool:
+        _ahead, _arch = None, 0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=_as_device(wanted)) as pool, _driver_of(arch):
         with AsyncCompileMode(pool):
             compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.meta) for one in wanted]
-        for _ in pool.map(_load, compiled):
+        for _ in pool.map(_load, () if arch else compiled):
             pass
+
+
+@contextmanager
+def _driver_of(arch: int) -> Generator[None]:
+    """Triton takes the device for one of `arch` (0: whatever it is) while kernels are compiled."""
+    if not arch:
+        yield
+        return
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Absent:
+        """As much of a driver as compiling asks for; kernels are kept by device, so it has a name of its own."""
+
+        def get_current_device(self) -> str:
+            return f"sm_{arch}, absent"
+
+        def get_current_stream(self, device: str) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+    held: Any = driver
+    before = held._active
+    held.set_active(Absent())
+    try:
+        yield
+    finally:
+        held._active = before
 
 
 def _as_device(launches: list[Launch]) -> Callable[[], None]:
@@ -140,6 +172,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 def overlaps(device: torch.device) -> bool:
     """Whether kernels of `device` may start before their predecessor has ended (compute capability 9 and newer)."""
+    if _arch and device.type == "meta":
+        return dependent_launch and _arch >= 90
     return dependent_launch and device.type == "cuda" and _capability(device) >= 9
 
 

@@ -19,7 +19,7 @@ from tokenspeed.compiler.artifact import Artifact, is_artifact
 from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
-from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, open_artifact
+from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, default_page, open_artifact
 from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig) -> Built:
             )
     m = artifact.manifest
     if not config.page_size:
-        config = dataclasses.replace(config, page_size=16 if m["device"] == "cpu" else 64)
+        config = dataclasses.replace(config, page_size=default_page(m["device"]))
     ranks = int(m["ranks"])
     length = context_length(config, checkpoint)
     buckets = artifact.buckets

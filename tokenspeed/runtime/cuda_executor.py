@@ -21,6 +21,7 @@ from torch import Tensor
 from tokenspeed.compiler.artifact import Artifact
 from tokenspeed.ir.ops.sampling import PARAM_WORDS
 from tokenspeed.kernels.launch import compiling_ahead, scratch_bytes, with_chunks
+from tokenspeed.kernels.shipped import shipped
 from tokenspeed.kernels.step.triton import HEADER, begin_step, end_step, slot_words
 from tokenspeed.runtime.checkpoint import Checkpoint, DummyCheckpoint
 from tokenspeed.runtime.executor import Executor, RankConfig, Step, StepResult
@@ -29,6 +30,7 @@ from tokenspeed.runtime.progress import Progress
 # Tokens from which a bucket that could be all decodes has a graph of its own for chunks of prompts: a chunk that is read
 # token by token reads its context as often.
 CHUNK = 16
+KERNELS = "kernels"  # folder of an artifact: what was compiled ahead (runtime/ahead.py)
 RING = 4  # slots; more than steps can be in flight
 
 
@@ -111,17 +113,7 @@ class CudaExecutor(Executor):
         self.turn = 0
         keys = [(v, t) for t, _ in reversed(self.artifact.buckets) for v in self.artifact.manifest["variants"]]
         with self.gpu.current():
-            steps = {key: self._step(*key) for key in keys}
-            if self.device.type == "cuda":
-                self._compile(steps)
-                self._phase("compile")
-            with uninterrupted():
-                for i, (key, step) in enumerate(steps.items()):
-                    self.replays[key] = self._capture(*key, step)
-                    if key[1] in self.mixed:
-                        with with_chunks():
-                            self.chunked[key] = self._capture(*key, step)
-                    progress("capture", i + 1, len(keys))
+            self._make({key: self._step(*key) for key in keys}, progress)
         extra = self.programs["full", self.max_t].results[1:] if ("full", self.max_t) in self.programs else []
         self.extras = [[self.gpu.pinned(*r.shape, dtype=r.dtype) for r in extra] for _ in range(RING)]
         self._phase("capture")
@@ -141,15 +133,29 @@ class CudaExecutor(Executor):
 
         return step
 
-    def _compile(self, steps: Mapping[tuple[str, int], Callable[[], None]]) -> None:
-        """Compiles the kernels of all programs, side by side, and lets scratch grow to what each of them needs."""
-        with compiling_ahead():
-            for (variant, bucket), step in steps.items():
-                if self._whole(variant, bucket):
-                    step()
-                    if bucket in self.mixed:
-                        with with_chunks():
-                            step()
+    def _make(self, steps: Mapping[tuple[str, int], Callable[[], None]], progress: Progress) -> None:
+        """The graphs of all programs. Their kernels are compiled side by side before, or taken from the artifact's folder, and
+        scratch grows to what each of them needs."""
+        if self.device.type == "cuda":
+            with shipped(self.artifact.path / KERNELS), compiling_ahead():
+                self._walk(steps)
+            self._phase("compile")
+        with uninterrupted():
+            for i, (key, step) in enumerate(steps.items()):
+                self.replays[key] = self._capture(*key, step)
+                if key[1] in self.mixed:
+                    with with_chunks():
+                        self.chunked[key] = self._capture(*key, step)
+                progress("capture", i + 1, len(steps))
+
+    def _walk(self, steps: Mapping[tuple[str, int], Callable[[], None]]) -> None:
+        """Launches what the graphs of all programs are made of."""
+        for (variant, bucket), step in steps.items():
+            if self._whole(variant, bucket):
+                step()
+                if bucket in self.mixed:
+                    with with_chunks():
+                        step()
 
     def _whole(self, variant: str, bucket: int) -> bool:
         """Whether every call of a program is a kernel of the device; a reference runs on the host and is not captured."""

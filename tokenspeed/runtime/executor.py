@@ -101,6 +101,17 @@ def open_artifact(path: str) -> Artifact:
     return a
 
 
+def default_page(device: str) -> int:
+    """Tokens of a page where the options name none: of an artifact for `device` ("cpu" or "cuda:90")."""
+    return 16 if device == "cpu" else 64
+
+
+def table_width(tokens: int, page: int) -> int:
+    """Columns of a page table for requests of up to `tokens` tokens: a multiple of 16, so that rows are aligned and kernels do
+    not depend on the number."""
+    return -(-(tokens // page + 2) // 16) * 16
+
+
 def cache_ranks(p: Program) -> int:
     """Ranks that share the slots of a home group among them (cp)."""
     home = p.plan.home
@@ -133,7 +144,7 @@ class Executor:
         self.groups = _groups(self) if config.store else {}
         self.sizes = {
             "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, **SAMPLING_DIMS,
-            "l": -(-config.max_model_len // config.page_size) + 1, "r": self.max_s * self.dp,
+            "l": table_width(config.max_model_len, config.page_size), "r": self.max_s * self.dp,
             # a request's state lies in the slot that the request owns; behind those lie snapshots
             "states": (self.max_s + config.snapshots) * self.dp,
         }  # fmt: skip

@@ -174,6 +174,16 @@ def attend_tile(
     tl.store(o_at, settled(acc, total, most, sinks, index, mine, SINKS).to(kind), mask=inside)
 
 
+#: Many contexts at once: blocks that a multiprocessor holds -> the rest of the tiling (heads of 128 columns). Contexts of
+#: about one length end together, so the last round of blocks should be full.
+HELD = {4: (32, 1, 2048, 2, 4), 5: (32, 1, 2048, 2, 3), 3: (64, 1, 2048, 4, 3)}
+
+
+def fullness(items: int, slots: int) -> float:
+    """What part of the blocks' rounds has work."""
+    return items / (-(-items // slots) * slots)
+
+
 def tiling_of(tokens: int, alone: bool, n: int, kv: int, d: int, exact: bool, slots: int) -> Tiling:
     """The tiling of a bucket of `tokens` tokens on a device of `slots` multiprocessors. `alone`: each token is a tile."""
     pack = power_of_2(n // kv)
@@ -194,7 +204,8 @@ def tiling_of(tokens: int, alone: bool, n: int, kv: int, d: int, exact: bool, sl
         parts = min(limit, 64, max(1, 2 * slots // items))
         if items < 2 * slots:
             return Tiling(rows, keys, parts, 2048, 4, 4)
-        return Tiling(rows, min(keys, 32), parts, 2048, 2, 4)
+        held = max(HELD, key=lambda b: fullness(items, b * slots)) if wide == 128 else 4
+        return Tiling(rows, *((min(keys, 32), parts, 2048, 2, 4) if held == 4 else HELD[held]))
     tile = max(pack, 16 if exact else (128 if wide <= 128 else 64))
     tiles = -(-tokens * pack // tile)
     parts = min(limit, even_splits(tiles * kv, slots, 8))
