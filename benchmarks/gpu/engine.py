@@ -48,7 +48,9 @@ TINY = LLAMA_8B | {
 MODELS: dict[str, dict[str, Any]] = {"qwen3-0.6b": QWEN_06B, "llama-3.1-8b": LLAMA_8B, "tiny": TINY}
 MAX_LEN = {"qwen3-0.6b": 40960, "llama-3.1-8b": 65536, "tiny": 65536}
 DECODE_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
-PREFILL_BUCKETS = [320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192]
+PREFILL_BUCKETS = [
+    320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192,
+]  # fmt: skip
 
 
 def step_bytes(c: dict[str, Any]) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """The table of our engine beside its peer from the files of one or several runs: `python -m benchmarks.gpu.table [DIR ...]`.
 
 A DIR (default: every folder of benchmarks/gpu/results) holds the JSON files of ONE run on one card: ours of engine.py
-and the peer's (vLLM 0.23.0, the same scenarios, prompts and made-up weights). A row that both have measured in that run
-is compared; the newest run of a row counts. A star marks a row whose code has changed since (commits that touch the
-package), so that it wants measuring again.
+and the peer's (vLLM 0.23.0, the same scenarios, prompts and made-up weights). Only what both have measured in one run is
+compared, and the newest such run of a row counts; what ours measured alone in a later one, on a card of its own, stands in
+the last column. A star marks a figure whose code has changed since (commits that touch the package), so that it wants
+measuring again.
 """
 
 from __future__ import annotations
@@ -63,16 +64,24 @@ def changed_since(commit: str) -> bool:
 
 
 def table(folders: list[Path]) -> str:
-    found: dict[tuple[str, str], str] = {}
+    beside: dict[tuple[str, str], str] = {}
+    alone: dict[tuple[str, str], str] = {}
     for folder in folders:
         ours, peer, commit = run(folder)
         star = " *" if changed_since(commit) else ""
         for key, (value, unit, less) in ours.items():
-            other = peer.get(key)
-            beside = f"{other[0]:.4g} | {other[0] / value if less else value / other[0]:.2f}" if other else "- | -"
-            found[key] = f"| {key[0]} | {key[1]} | {value:.4g} {unit}{star} | {beside} |"
-    head = "| model | scenario | ours | vLLM | times as fast |\n|---|---|---|---|---|"
-    return "\n".join([head, *found.values()])
+            figure = f"{value:.4g} {unit}{star}"
+            if other := peer.get(key):
+                ratio = other[0] / value if less else value / other[0]
+                beside[key] = f"{figure} | {other[0]:.4g} | {ratio:.2f}"
+                alone.pop(key, None)
+            else:
+                alone[key] = figure
+    head = "| model | scenario | ours | vLLM | times as fast | ours alone, later |\n|---|---|---|---|---|---|"
+    keys = sorted(dict.fromkeys((*beside, *alone)), key=lambda key: key[0], reverse=True)
+    return "\n".join(
+        [head, *(f"| {m} | {s} | {beside.get((m, s), '- | - | -')} | {alone.get((m, s), '')} |" for m, s in keys)]
+    )
 
 
 def main() -> None:
