@@ -33,6 +33,7 @@ from benchmarks.gpu.verify import (
     verify_large,
     verify_linear,
     verify_norms,
+    verify_pages,
     verify_rows,
     verify_sampling,
     verify_warp_specialised,
@@ -239,7 +240,7 @@ def main() -> int:
     if args.only != "bench":
         parts += [("fused bf16", lambda r: verify_fused(r, BF16)), ("fused f32", lambda r: verify_fused(r, F32)),
                   ("attention", verify_attention), ("linear", verify_linear), ("norms", verify_norms),
-                  ("warp-specialised", verify_warp_specialised), ("sampling", verify_sampling),
+                  ("warp-specialised", verify_warp_specialised), ("pages", verify_pages), ("sampling", verify_sampling),
                   ("rows bf16", lambda r: verify_rows(r, BF16)), ("rows f32", lambda r: verify_rows(r, F32)),
                   ("large", verify_large)]  # fmt: skip
     if args.only != "verify":

@@ -19,6 +19,7 @@ from tokenspeed import kernels as K
 from tokenspeed.kernels.attention import hopper
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.norm import cute as cute_norm
+from tokenspeed.kernels.pages import triton as moved
 from tokenspeed.kernels.tolerance import linear_allowed, tolerance
 
 
@@ -169,6 +170,30 @@ def verify_warp_specialised(run: Run) -> None:
                     list(range(c - t, c)), [0] * t, 32, BF16, attend=hopper.attend
                 ),
             )
+
+
+def verify_pages(run: Run) -> None:
+    """Pages of many caches to rows of bytes and back, also where a cache has more than 2^31 bytes."""
+    for widths, pages in (((131072,) * 64, 90), ((640, 64, 20000), 33), ((6, 3), 5), ((1 << 20,), 3000)):
+        caches = [torch.randint(0, 256, (pages, w), dtype=torch.uint8, device=DEVICE) for w in widths]
+        for count in (0, 1, 3, pages // 2):
+            run.verify(
+                f"pages {count} of {pages}, {len(widths)} caches",
+                lambda caches=caches, pages=pages, count=count: _pages(caches, pages, count),
+            )
+
+
+def _pages(caches: list[Tensor], pages: int, count: int) -> float:
+    table, word = moved.page_table(caches, pages)
+    some = torch.randperm(pages, device=DEVICE)
+    source, target = some[:count], some[count : 2 * count]
+    rows = torch.empty(count, sum(c.shape[1] for c in caches), dtype=torch.uint8, device=DEVICE)
+    moved.gather_pages(table, word, source, out=rows)
+    assert torch.equal(rows, torch.cat([c[source] for c in caches], dim=1)), "gathered"
+    want = [c.index_copy(0, target, c[source]) for c in caches]
+    moved.scatter_pages(table, word, target, rows)
+    assert all(torch.equal(a, b) for a, b in zip(caches, want, strict=True)), "scattered"
+    return 0.0
 
 
 def verify_norms(run: Run) -> None:

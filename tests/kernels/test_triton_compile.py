@@ -78,7 +78,15 @@ def test_a_spill_is_seen(variants: dict[str, cross.Variant]) -> None:
 
 def test_the_report_covers_every_registered_kernel() -> None:
     uses = [use.split(",")[0].split(" ")[0] for use, _ in cross.uses(LLAMA, torch.bfloat16)]
-    assert set(TRITON) | {"linear", "linear_silu_mul", "linear_chain", "begin_step", "end_step"} == set(uses)
+    assert set(TRITON) | {
+        "linear",
+        "linear_silu_mul",
+        "linear_chain",
+        "begin_step",
+        "end_step",
+        "gather_pages",
+        "scatter_pages",
+    } == set(uses)
 
 
 def test_no_argument_hides_in_the_launcher() -> None:

@@ -21,6 +21,7 @@ from tokenspeed.kernels.attention.triton import Tiling, attend
 from tokenspeed.kernels.gemm.triton import Tiling as LinearTiling
 from tokenspeed.kernels.gemm.triton import linear
 from tokenspeed.kernels.launch import even_splits, recording, scratch
+from tokenspeed.kernels.pages.triton import gather_pages, page_table, scatter_pages
 from tokenspeed.kernels.sampling.triton import noise_of
 from tokenspeed.kernels.tolerance import linear_allowed, tolerance
 
@@ -377,3 +378,24 @@ def test_scratch_keeps_its_address_until_it_must_grow() -> None:
         x = torch.empty(2, 8, device="meta")
         K.get("triton.add").fn(x, x, out=x)
     assert [launch.grid for launch in launches] == [(2,)]
+
+
+@pytest.mark.parametrize(("widths", "word"), [((640, 64, 20000), 8), ((12, 20), 4), ((6, 3), 1)])
+def test_pages_of_many_caches_as_rows(widths: tuple[int, ...], word: int) -> None:
+    """What goes out comes back to other pages byte for byte, and no other page changes."""
+    caches = [torch.randint(0, 256, (9, w), dtype=torch.uint8) for w in widths]
+    table, unit = page_table(caches, 9)
+    assert unit == word
+    pages = torch.tensor([7, 0, 3])
+    rows = torch.empty(3, sum(widths), dtype=torch.uint8)
+    gather_pages(table, unit, pages, out=rows)
+    assert torch.equal(rows, torch.cat([c[pages] for c in caches], dim=1))
+    before = [c.clone() for c in caches]
+    into = torch.tensor([1, 8, 3])
+    scatter_pages(table, unit, into, rows)
+    for now, old in zip(caches, before, strict=True):
+        old[into] = old[pages]
+        assert torch.equal(now, old)
+    gather_pages(table, unit, pages[:0], out=rows[:0])
+    with pytest.raises(ValueError, match="move_pages"):
+        gather_pages(table, unit, pages, out=rows[:2])

@@ -32,6 +32,7 @@ from tokenspeed.kernels.gemm import chain
 from tokenspeed.kernels.gemm import triton as gemm
 from tokenspeed.kernels.launch import Launch, recording
 from tokenspeed.kernels.norm import triton as norm
+from tokenspeed.kernels.pages import triton as pages
 from tokenspeed.kernels.pointwise import triton as pointwise
 from tokenspeed.kernels.rope import triton as rope
 from tokenspeed.kernels.rows import triton as rows
@@ -211,6 +212,9 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
     ring, one = new(4, 1 << 16, dtype=i32), new(1, dtype=i32)
     ports = {name: new(16, dtype=i32) for name in ("ids", "pos", "slot", "row", "last", "request_slots")}
     ports |= {"params": params, "table": new(16, 2048, dtype=i32)}
+    table, row, some = new(3, 64, dtype=torch.int64), new(3, 8 << 20, dtype=torch.uint8), new(3, dtype=torch.int64)
+    yield "gather_pages", lambda: pages.gather_pages(table, 8, some, out=row)
+    yield "scatter_pages", lambda: pages.scatter_pages(table, 8, some, row)
     yield "begin_step", lambda: step.begin_step(ring, one, ports, new(16, dtype=i32), 16, 16)
     yield "end_step", lambda: step.end_step(new(16, dtype=i32), ports, new(16, dtype=i32), ring, one)
 

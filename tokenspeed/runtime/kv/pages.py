@@ -49,6 +49,13 @@ class Pages:
         if self._device.type == "cuda":
             _register(self.arena)
             self._stream = torch.cuda.Stream(self._device)
+            from tokenspeed.kernels.pages import triton as kernels
+
+            self._kernels, self._table = kernels, kernels.page_table(self._caches, pages)
+            with self._beside():  # compiles both: page 0 is written over itself
+                first = torch.zeros(1, dtype=torch.int64, device=self._device)
+                self._scatter(first, self._gathered(first))
+                self._stream.synchronize()
 
     def row(self, host_page: int) -> memoryview:
         """The bytes of a host page, to be read or written."""
@@ -58,7 +65,7 @@ class Pages:
         """Copies device pages to host pages."""
         with self._beside():
             for pages, rows in self._groups(device, host):
-                gathered = torch.cat([cache.index_select(0, pages) for cache in self._caches], dim=1)
+                gathered = self._gathered(pages)
                 for i, row in enumerate(rows):
                     self.arena[row].copy_(gathered[i], non_blocking=True)
             return self._fence()
@@ -70,11 +77,25 @@ class Pages:
                 gathered = torch.empty(len(rows), self.page_bytes, dtype=torch.uint8, device=self._device)
                 for i, row in enumerate(rows):
                     gathered[i].copy_(self.arena[row], non_blocking=True)
-                at = 0
-                for cache in self._caches:
-                    cache.index_copy_(0, pages, gathered[:, at : at + cache.shape[1]])
-                    at += cache.shape[1]
+                self._scatter(pages, gathered)
             return self._fence()
+
+    def _gathered(self, pages: Tensor) -> Tensor:
+        """u8 [P, page_bytes] on the device: what its caches hold of `pages`."""
+        if self._stream is None:
+            return torch.cat([cache.index_select(0, pages) for cache in self._caches], dim=1)
+        out = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8, device=self._device)
+        self._kernels.gather_pages(*self._table, pages, out=out)
+        return out
+
+    def _scatter(self, pages: Tensor, rows: Tensor) -> None:
+        """The other way."""
+        if self._stream is not None:
+            self._kernels.scatter_pages(*self._table, pages, rows)
+            return
+        parts = rows.split([cache.shape[1] for cache in self._caches], dim=1)
+        for cache, part in zip(self._caches, parts, strict=True):
+            cache.index_copy_(0, pages, part)
 
     def follow(self, fence: Fence | None) -> None:
         """What the caller's current stream does from now on comes after the copy."""

@@ -1,0 +1,1 @@
+"""Pages of the KV caches as rows of bytes."""
