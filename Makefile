@@ -74,6 +74,11 @@ test-exhaustive: install ## every order of every event in a small scope, with bo
 test-matrix: install ## the whole product of layouts, pages, chunks, prefix, overlap and retraction
 	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
 
+.PHONY: test-interleavings
+test-interleavings: install ## 200 random orders of 50 sessions over device, host memory and storage, and 5 on the embedded model
+	$(BIN)/python -m tests.e2e.interleavings --seeds 200
+	$(BIN)/python -m tests.e2e.interleavings --seeds 5 --model smollm2
+
 test-layouts: install ## every model on every legal layout of 2, 4, 6 and 8 ranks in the simulator, on JOBS cores
 	$(BIN)/python -m tests.compiler.layouts --jobs $(JOBS)
 

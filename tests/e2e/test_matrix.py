@@ -34,6 +34,7 @@ FACTORS: dict[str, list[Any]] = {
     "prefix": ["hit", "cold"],
     "overlap": [0, 1],
     "retract": [False, True],
+    "tier": ["device", "host"],
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("llama", {}),
@@ -44,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gpt_oss", {}),
 }
 OUT = 20
+HOST = 0.004  # GiB of host memory: hundreds of pages of 16 tokens
 
 
 def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -96,10 +98,12 @@ def generate(model: Path, mesh: str, case: dict[str, Any]) -> list[list[int]]:
     need = -(-(max(map(len, work)) + OUT + 2) // page)
     pages = need + 1 if case["retract"] else 1200 // page
     pages += pages % 2 if "cp=2" in mesh else 0  # two ranks share them
+    no_host = case["prefix"] == "cold" or case["layout"][0] == "hybrid" or "cp=2" in mesh  # what has no host tier
+    host = 0.0 if case["tier"] == "device" or no_host else HOST
     with Engine(
         model=str(model), mesh=mesh, core="process" if mesh else "inproc", page_size=page, num_pages=pages, prefill_chunk=case["chunk"],
         overlap_depth=case["overlap"], enable_prefix_caching=case["prefix"] == "hit", max_num_seqs=8, max_num_batched_tokens=64,
-        buckets=[1, 4, 8, 16, 64], max_model_len=128,
+        buckets=[1, 4, 8, 16, 64], max_model_len=128, host_kv_gib=host,
     ) as engine:  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=OUT, ignore_eos=True, detokenize=False)
         first = engine.generate(input_ids=work[:2], sampling_params=params)
@@ -110,6 +114,8 @@ def generate(model: Path, mesh: str, case: dict[str, Any]) -> list[list[int]]:
     )
     if case["prefix"] == "hit" and not case["retract"]:
         assert stats["prefix_hit_tokens"] > 0
+    if host:
+        assert stats["write_back_pages"] > 0
     if case["prefix"] == "cold":
         assert stats["prefix_hit_tokens"] == 0
     if case["retract"] and "dp" not in mesh and case["chunk"] in (0, 64):  # short chunks admit one by one
@@ -125,7 +131,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> dict[str, list[list[int]]]:
-    plain = {"page": 16, "chunk": 0, "prefix": "cold", "overlap": 0, "retract": False}
+    plain = {
+        "page": 16,
+        "chunk": 0,
+        "prefix": "cold",
+        "overlap": 0,
+        "retract": False,
+        "tier": "device",
+        "layout": ("", ""),
+    }
     return {name: generate(path, "", plain) for name, path in models.items()}
 
 

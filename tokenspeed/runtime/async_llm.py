@@ -326,7 +326,7 @@ class AsyncLLM:
             return  # the front has ended it already
         stream, choice = live.stream, live.choice
         if not live.last_token and not choice.index:
-            stream.cached_tokens = delta.cached_tokens
+            stream.cached = (delta.cached_tokens, delta.cached_host, delta.cached_storage)
         self._observe(live, len(delta.token_ids), now)
         out = choice.accept(delta)
         if choice.finished:

@@ -20,6 +20,8 @@ from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, contex
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, default_page, open_artifact
+from tokenspeed.runtime.kv.identity import weights_digest
+from tokenspeed.runtime.kv.store import parse_address
 from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
 
@@ -82,16 +84,24 @@ def build_engine(config: EngineConfig) -> Built:
         )
     pages = config.num_pages or _pages(config, token_bytes / shared, room, states, useful)
     pages += -pages % shared
+    host_pages = _host_pages(config, ranks, token_bytes, state_bytes, shared)
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
             max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk,
             prefix_cache=config.enable_prefix_caching and (snapshots > 0 or not state_bytes), state_snapshots=snapshots,
-            max_in_flight=config.overlap_depth + 1,
+            max_in_flight=config.overlap_depth + 1, host_pages=host_pages, storage=bool(config.kv_storage),
         )
     )  # fmt: skip
     threads = config.threads or max(len(os.sched_getaffinity(0)) // ranks, 1)
-    rank = RankConfig(str(path), weights, 0, config.page_size, pages, length, threads, snapshots)
+    arithmetic = artifact.weights.arithmetic(m["dtype"])
+    identity = {"program": m["semantic_key"], "dtype": arithmetic, "max_model_len": length}
+    if config.kv_storage:
+        identity["weights"] = weights_digest(checkpoint)
+    rank = RankConfig(
+        str(path), weights, 0, config.page_size, pages, length, threads, snapshots,
+        host_pages=host_pages, storage=config.kv_storage, identity=identity,
+    )  # fmt: skip
     top_t = max(t for t, _ in buckets)
     slot_bytes = 4096 + 4 * dp * (4 * top_t + max_rows * (-(-length // config.page_size) + 16))
     try:
@@ -101,12 +111,15 @@ def build_engine(config: EngineConfig) -> Built:
     vocab = int(m["logical"]["v"])
     summary = {
         "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks,
-        "dtype": artifact.weights.arithmetic(m["dtype"]),
+        "dtype": arithmetic,
         "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
                     f"{token_bytes * pages * config.page_size / shared / 2**20:.0f} MiB a rank",
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
         **({"states": f"{max_rows} requests and {snapshots} snapshots a group, {states / 2**20:.0f} MiB a rank"}
            if state_bytes else {}),
+        **({"host tier": f"{host_pages} pages a group, {token_bytes * host_pages * config.page_size / 2**20:.0f} MiB a rank"}
+           if host_pages else {}),
+        **({"kv storage": parse_address(config.kv_storage).shown} if config.kv_storage else {}),
         "started": ", ".join(f"{k} {v:.1f} s" for k, v in (phases | started.executor.seconds).items()),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
@@ -193,6 +206,28 @@ def _pages(config: EngineConfig, token_bytes: float, room: _Room, states: int, u
             f"{token_bytes * config.page_size / 2**20:.1f} MiB"
         )
     return min(pages, useful)
+
+
+def _host_pages(config: EngineConfig, ranks: int, token_bytes: int, state_bytes: int, shared: int) -> int:
+    """Pages of the host tier a home group: every rank keeps its part of each. StartupError where there cannot be one."""
+    if not config.host_kv_gib:
+        return 0
+    if state_bytes:
+        raise StartupError(
+            "host_kv_gib: the states of recurrent layers do not travel to host memory; leave it out for this model"
+        )
+    if shared > 1:
+        raise StartupError(
+            f"host_kv_gib: {shared} ranks share the pages of a group here; leave it out, or use a mesh without cp"
+        )
+    room, page = config.host_kv_gib * 2**30, token_bytes * config.page_size * ranks
+    if room < page:
+        raise StartupError(
+            f"host_kv_gib={config.host_kv_gib} is less than one page, which takes {page / 2**30:.6f} GiB on {ranks} ranks"
+        )
+    if room > (free := free_memory()):
+        raise StartupError(f"host_kv_gib={config.host_kv_gib}: {free / 2**30:.1f} GiB of memory are free")
+    return int(room // page)
 
 
 def _gpu_bytes(artifact: Artifact, max_rows: int) -> int:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from tokenspeed.runtime import options
+from tokenspeed.runtime.kv.store import check_address
 from tokenspeed.runtime.options import at_least, option
 
 _ASSIGNMENTS = re.compile(r"[A-Za-z_]\w*=[\w*]+(,[A-Za-z_]\w*=[\w*]+)*")
@@ -115,6 +116,18 @@ class EngineConfig:
         help="Share of the free memory to take: on CPU for the KV cache, on a GPU in all. 0: 0.3 on CPU, 0.92 on a GPU",
     )
     enable_prefix_caching: bool = option(True, help="Reuse the KV pages of a shared prompt prefix")
+    host_kv_gib: float = option(
+        0.0,
+        check=at_least(0),
+        aliases=("--kv-offloading-size",),
+        help="GiB of host memory, over all ranks, for KV pages that the cache has no room for; 0: none",
+    )
+    kv_storage: str = option(
+        "",
+        check=check_address,
+        help="Where KV pages outlive the server, behind the host memory: `file:///FOLDER?limit=100GiB` or "
+        "`redis://HOST:PORT/0`, each also with `timeout=SECONDS` (docs/kv-tiers.md)",
+    )
     overlap_depth: int = option(
         1, choices=(0, 1), help="Steps planned and launched before the tokens of the last one are back; 0: synchronous"
     )
@@ -142,6 +155,12 @@ class EngineConfig:
             raise options.OptionError("tensor_parallel_size is shorthand for mesh tp=N: give one of them, not both")
         if ".py:" in self.model and not self.config:
             raise options.OptionError(f"model is {self.model!r}: a file.py:Class model needs config (--config FILE)")
+        if self.kv_storage and not self.host_kv_gib:
+            raise options.OptionError(
+                "kv_storage needs host_kv_gib: pages go to storage and come back through host memory"
+            )
+        if self.host_kv_gib and not self.enable_prefix_caching:
+            raise options.OptionError("host_kv_gib needs enable_prefix_caching: host memory keeps pages of prefixes")
 
     @property
     def mesh_axes(self) -> dict[str, int]:

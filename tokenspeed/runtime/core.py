@@ -20,6 +20,7 @@ import numpy as np
 from tokenspeed.runtime.build import Built, build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.executor import StepResult
+from tokenspeed.runtime.kv.transfers import KINDS
 from tokenspeed.runtime.messages import (
     Abort,
     Control,
@@ -108,6 +109,8 @@ class EngineLoop:
     def _messages(self) -> None:
         waiting = self.inbox.drain()
         if not waiting and not self.flying and not self._has_work():
+            self._transferred()
+            self._transfer()
             if not self.reported:  # the last requests ended by an abort: no step follows to say so
                 self._put([])
             message = self.inbox.get(POLL if self._transferring() else IDLE_CHECK)
@@ -158,8 +161,11 @@ class EngineLoop:
             self.outbox.put(Reply(m.call_id))
         elif m.name == "stats":
             self.outbox.put(Reply(m.call_id, dict(self.scheduler.stats())))
+        elif m.name == "scheduler":
+            requests, stats = self.scheduler.snapshot(), dict(self.scheduler.stats())
+            self.outbox.put(Reply(m.call_id, {"requests": requests, "stats": stats, "storage": self._storage()}))
         elif m.name == "flush_cache":
-            self.outbox.put(Reply(m.call_id, {"pages": self.scheduler.flush_cache()}))
+            self.outbox.put(Reply(m.call_id, {"pages": self.scheduler.flush_cache(**m.args)}))
         elif m.name == "check":
             self.scheduler.check()
             self.outbox.put(Reply(m.call_id, {"requests": self.scheduler.snapshot()}))
@@ -191,6 +197,7 @@ class EngineLoop:
     def _settle(self) -> None:
         """No step runs any more: lets what is under way to lower tiers arrive there."""
         deadline = self.pace.clock() + SETTLE
+        self._transfer()
         while self._transferring() and self.pace.clock() < deadline:
             time.sleep(POLL)
             self._transferred()
@@ -229,7 +236,11 @@ class EngineLoop:
                 delta.stop_token_id = o.token
             if o.request_id not in self.announced:
                 self.announced.add(o.request_id)
-                delta.cached_tokens = o.cached_tokens
+                delta.cached_tokens, delta.cached_host, delta.cached_storage = (
+                    o.cached_tokens,
+                    o.cached_host,
+                    o.cached_storage,
+                )
             wanted = self.table.output(o.request_id, o.token)
             if wanted >= 0:
                 g, i = divmod(rows[o.request_id], plan.rows)
@@ -247,7 +258,18 @@ class EngineLoop:
             kv_pages_cached=s["kv_pages_evictable"], prefix_query_tokens=s["prefix_query_tokens"],
             prefix_hit_tokens=s["prefix_hit_tokens"], retractions=s["retractions"], steps=s["steps"], step_tokens=s["step_tokens"],
         )  # fmt: skip
+        if self.ranks.tiers is not None:
+            stats.hit_tokens = {tier: s[f"hit_tokens_{tier}"] for tier in ("device", "host", "storage")}
+            stats.host = {what: s[f"host_pages_{what}"] for what in ("total", "free", "cached")}
+            stats.page_bytes = self.ranks.tiers.page_bytes
+            stats.transfers = {
+                kind: {what: s[f"{kind}_{what}"] for what in ("in_flight", "pages", "missing_pages")} for kind in KINDS
+            }
+            stats.storage = self._storage()
         self.outbox.put(Deltas(deltas, stats))
+
+    def _storage(self) -> dict[str, int]:
+        return {} if self.ranks.tiers is None else self.ranks.tiers.totals()
 
 
 def _logprob(r: StepResult, row: int, token: int, wanted: int) -> TokenLogprob:

@@ -73,7 +73,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Control:
-    """A call into the core: `name` one of stats, flush_cache, shutdown. Answered by one `Reply`."""
+    """A call into the core: `name` one of stats, scheduler, flush_cache, shutdown. Answered by one `Reply`."""
 
     call_id: int
     name: str
@@ -103,6 +103,8 @@ class TokenDelta:
     stop_token_id: int | None = None  # the id that ended it, when a stop id did; that id is the last of token_ids
     logprobs: list[TokenLogprob] | None = None  # one per token id, where asked for
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; set on the first delta
+    cached_host: int = 0  # of those, from pages that were in host memory, and in storage
+    cached_storage: int = 0
     error: str | None = None
 
 
@@ -120,6 +122,11 @@ class Stats:
     retractions: int = 0
     steps: int = 0
     step_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)  # by tier: device, host, storage
+    host: dict[str, int] = field(default_factory=dict)  # pages of the host tier (total, free, cached); none without it
+    page_bytes: int = 0  # of one page, over all ranks of a home group
+    transfers: dict[str, dict[str, int]] = field(default_factory=dict)  # by kind: in_flight, pages, missing_pages
+    storage: dict[str, int] = field(default_factory=dict)  # what the store did, over all ranks
 
 
 @dataclass(slots=True)

@@ -45,6 +45,16 @@ class _CoreTotals(Collector):
             ("num_preemptions", "Requests retracted to be computed again", stats.retractions),
             ("engine_steps", "Steps of the engine", stats.steps),
         )
+        if stats.host:
+            held = stats.host["total"] - stats.host["free"]
+            gauges += (
+                ("host_kv_bytes", "Bytes of KV pages that host memory holds", held * stats.page_bytes),
+                (
+                    "host_kv_capacity_bytes",
+                    "Bytes of KV pages that it can hold",
+                    stats.host["total"] * stats.page_bytes,
+                ),
+            )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
             gauge.add_metric(values, value)
@@ -53,6 +63,31 @@ class _CoreTotals(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterable[Metric]:
+        """Families with a further label; empty without a host tier."""
+        stats, (names, values) = self.stats, self._labels
+        by_kind = stats.transfers.items()
+        families: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str, dict[str, int]], ...] = (
+            (CounterMetricFamily, "prefix_cache_hits_by_tier", "Prompt tokens found, by where", "tier", stats.hit_tokens),
+            (CounterMetricFamily, "kv_transfer_bytes", "Bytes that arrived in another tier", "kind",
+             {kind: of["pages"] * stats.page_bytes for kind, of in by_kind}),
+            (CounterMetricFamily, "kv_transfer_missing_pages", "Pages that did not arrive: absent, failed, or too late", "kind",
+             {kind: of["missing_pages"] for kind, of in by_kind}),
+            (GaugeMetricFamily, "kv_transfers_in_flight", "Transfers under way", "kind",
+             {kind: of["in_flight"] for kind, of in by_kind}),
+            (CounterMetricFamily, "kv_storage_events", "Pages read, written, removed or damaged, and calls that failed", "event",
+             {event: n for event, n in stats.storage.items() if not event.startswith("bytes_")}),
+            (CounterMetricFamily, "kv_storage_bytes", "Bytes read from storage and written to it", "direction",
+             {event[6:]: n for event, n in stats.storage.items() if event.startswith("bytes_")}),
+        )  # fmt: skip
+        for family, name, text, label, series in families:
+            metric = family(PREFIX + name, text, labels=[*names, label])
+            for of, value in series.items():
+                metric.add_metric([*values, of], value)
+            if series:
+                yield metric
 
 
 class Metrics:

@@ -35,10 +35,16 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    cached_host: int = 0  # of those, found in host memory
+    cached_storage: int = 0  # and in storage
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def cached_device(self) -> int:
+        return self.cached_tokens - self.cached_host - self.cached_storage
 
 
 @dataclass(slots=True)

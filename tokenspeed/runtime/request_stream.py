@@ -95,7 +95,11 @@ class RequestStream:
         self.prompt_ids = prompt_ids
         self.choices = choices
         self.request_ids: list[int] = []  # of the choices that went to the core
-        self.cached_tokens = 0
+        self.cached: tuple[int, int, int] = (
+            0,
+            0,
+            0,
+        )  # prompt tokens from the prefix cache; of those from host memory, from storage
         self._on_close = on_close
         self._deltas: deque[OutputDelta] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -105,7 +109,7 @@ class RequestStream:
     @property
     def usage(self) -> Usage:
         """The counts so far; final once the iteration has ended."""
-        return Usage(len(self.prompt_ids), sum(choice.num_tokens for choice in self.choices), self.cached_tokens)
+        return Usage(len(self.prompt_ids), sum(choice.num_tokens for choice in self.choices), *self.cached)
 
     def put(self, delta: OutputDelta) -> None:
         """The engine's side: one more delta."""

@@ -41,6 +41,11 @@ class MeshTiers:
         self._totals: dict[int, dict[str, int]] = {}  # of storage, by worker; -1: this process's rank
 
     @property
+    def page_bytes(self) -> int:
+        """Of a host page over all ranks of a home group, which hold equal parts."""
+        return self.own.pages.page_bytes * self._ranks[self._home]
+
+    @property
     def busy(self) -> bool:
         """Whether a transfer has not been answered."""
         return len(self._tickets) > 0

@@ -90,6 +90,14 @@ class Address:
     limit: int  # bytes at most; 0: the server's own
     timeout: float  # seconds after which a transfer is given up
 
+    @property
+    def shown(self) -> str:
+        """For a log: without user and password."""
+        if self.scheme == "file":
+            return f"{self.location}, at most {self.limit / 2**30:.1f} GiB"
+        parts = urlsplit(self.location)
+        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
 
 def parse_address(text: str) -> Address:
     """`file:///folder?limit=100GiB` or `redis://host:port/0`, each with `timeout=SECONDS`. ValueError says what is wrong."""

@@ -7,11 +7,12 @@ number of leading pages that arrived on all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 Kind = Literal["write_back", "load_back", "prefetch", "backup"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

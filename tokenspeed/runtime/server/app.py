@@ -76,6 +76,10 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         response.status_code = 200 if life.phase == "ready" else 503
         return response
 
+    @app.get("/internal/scheduler", responses=errors.RESPONSES)
+    async def scheduler() -> Response:
+        return json_response(await llm.control("scheduler"))
+
     if metrics is not None:
 
         @app.get("/metrics")

@@ -58,7 +58,7 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> Response | None:
         if self._life.phase != "ready":
             return engine_error(UnavailableError(f"the server is {self._life.phase}: try again later"))
-        if self._config.api_key and path.startswith("/v1"):
+        if self._config.api_key and path.startswith(("/v1", "/internal")):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._config.api_key.encode()):
                 return error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")

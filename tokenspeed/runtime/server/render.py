@@ -13,14 +13,21 @@ MIN_LOGPROB = -9999.0
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
-    """The sum of the counts of some requests."""
+    """The sum of the counts of some requests. Beside OpenAI's own fields it says in which tier cached tokens were."""
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "cached_tokens_details": {
+                "device": sum(usage.cached_device for usage in usages),
+                "host": sum(usage.cached_host for usage in usages),
+                "storage": sum(usage.cached_storage for usage in usages),
+            },
+        },
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
