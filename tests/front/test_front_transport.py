@@ -211,7 +211,10 @@ TO_CORE: list[ToCore] = [
     Control(3, "stats", {"x": [1, None, "a"]}),
 ]
 TO_FRONT: list[ToFront] = [
-    Deltas([TokenDelta(1, [2], "stop", 2, [TokenLogprob(2, -0.5, [2, 3], [-0.5, -1.0])], 16, "why")], Stats(1, 2)),
+    Deltas(
+        [TokenDelta(1, [2], "stop", 2, [TokenLogprob(2, -0.5, [2, 3], [-0.5, -1.0])], 16, "why", 5, 3)], Stats(1, 2)
+    ),
+    Deltas([], Stats(host={"total": 3}, transfers={"backup": {"pages": 2}}, storage={"hits": 1}, page_bytes=4)),
     Reply(1, {"a": 1.5}, "no"),
     Ready(1, 2, 3, 4, {"ranks": 2}),
     Died("why"),

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.simulate.virtual import Policy, Simulation
     from tokenspeed.runtime.simulate.workload import Traffic
 
-    traffic, machine, base = (_from(cls, args) for cls in (Traffic, Machine, Policy))
+    traffic, machine, base = _from(Traffic, args), _from(Machine, args), _from(Policy, args)
     if args.calibration:
         table = load_costs(args.calibration)
         machine = dataclasses.replace(machine, memory_gbs=table.memory_gbs, tflops=table.tflops)

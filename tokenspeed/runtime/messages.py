@@ -103,9 +103,9 @@ class TokenDelta:
     stop_token_id: int | None = None  # the id that ended it, when a stop id did; that id is the last of token_ids
     logprobs: list[TokenLogprob] | None = None  # one per token id, where asked for
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; set on the first delta
-    cached_host: int = 0  # of those, from pages that were in host memory, and in storage
-    cached_storage: int = 0
     error: str | None = None
+    cached_host: int = 0  # of the cached tokens, those whose pages were in host memory
+    cached_storage: int = 0  # and in storage
 
 
 @dataclass(slots=True)
