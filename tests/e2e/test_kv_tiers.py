@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.e2e.interleavings import Collected, Silent, expected, interleave, sessions
 from tests.e2e.tiny import VOCAB, Server, tiny_model
 from tokenspeed import Engine, SamplingParams
+from tokenspeed._scheduler import page_keys
 from tokenspeed.runtime.build import build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.core import EngineLoop
@@ -167,6 +169,32 @@ def test_a_host_tier_of_a_few_pages(model: Path, want: list[list[int]], tmp_path
     assert stats["host_pages_total"] == 9 and stats["host_evicted_pages"] > 0
 
 
+def test_events_tell_what_each_tier_holds(model: Path, tmp_path: Path) -> None:
+    """A reader that follows them from the start knows every cached page."""
+    options = OPTIONS | {"core": "inproc", "host_kv_gib": 12 * 8192 / 2**30, "kv_events": 1000}
+    known: dict[str, set[str]] = {"device": set(), "host": set()}
+    with Engine(model=str(model), **options) as engine:
+        at = 0
+        for prompt in prompts():
+            serve(engine, [prompt])
+            stats = settled(engine)["stats"]
+            told = engine.control("kv_events", since=at)
+            assert [e["number"] for e in told["events"]] == list(range(at, told["next"]))
+            at = told["next"]
+            for event in told["events"]:
+                pages = known[event["tier"]]
+                if event["kind"] == "stored":
+                    assert event["key"] not in pages and (event["parent"] in pages or int(event["parent"], 16) == 0)
+                    pages.add(event["key"])
+                else:
+                    pages.remove(event["key"])
+            assert len(known["device"]) == stats["kv_pages_cached"] and len(known["host"]) == stats["host_pages_cached"]
+        keys = page_keys(np.array(prompts()[-1], np.int32), PAGE)
+        assert {key.hex() for key in keys[: len(prompts()[-1]) // PAGE]} <= known["device"]
+        assert engine.control("kv_events", since=at - 3)["events"] == told["events"][-3:]
+        assert stats["host_evicted_pages"] > 0
+
+
 def test_two_salts_never_share_a_page_in_any_tier(model: Path, tmp_path: Path) -> None:
     from tokenspeed.runtime.async_llm import AsyncLLM
 
@@ -279,6 +307,8 @@ def test_a_server_killed_while_it_writes_leaves_nothing_that_harms_the_next(
         assert first == want[0] and details["cached_tokens"] == details["cached_tokens_details"]["device"] > 0
         shown = httpx.get(f"{server.url}/internal/scheduler").json()
         assert shown["requests"] == [] and shown["stats"]["hit_tokens_device"] > 0 and shown["storage"]["failures"] == 0
+        told = httpx.get(f"{server.url}/internal/kv_events")
+        assert told.status_code == 400 and "--kv-events N" in told.json()["error"]["message"]
         metrics = httpx.get(f"{server.url}/metrics").text
         assert 'tokenspeed:prefix_cache_hits_by_tier_total{model_name="tiny",tier="device"}' in metrics
         done = threading.Event()

@@ -80,6 +80,30 @@ def test_greedy_tokens_equal_those_of_the_cpu_in_float32(model: str, tmp_path: P
     assert tokens["cuda"] == tokens["cpu"]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prefixes_come_back_from_host_memory_and_storage(model: str, tmp_path: Path, depth: int) -> None:
+    """A pool that holds a few prompts: the tokens without a cache, of pages from the host, and from storage after a restart."""
+    from tokenspeed import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    draw = np.random.default_rng(4)
+    prompts = [draw.integers(1, 1000, size=int(size)).tolist() for size in draw.integers(200, 700, size=12)]
+    options = {"overlap_depth": depth, "num_pages": 40, "page_size": 64, "max_model_len": 1024}
+    with _engine(model, tmp_path, "cuda", enable_prefix_caching=False, **options) as engine:
+        want = [r.token_ids for r in engine.generate(input_ids=prompts, sampling_params=params)]
+    options |= {"host_kv_gib": 0.25, "kv_storage": f"file://{tmp_path}/kv?limit=4GiB"}
+    with _engine(model, tmp_path, "cuda", **options) as engine:
+        for _ in range(3):
+            found = engine.generate(input_ids=prompts, sampling_params=params)
+            assert [r.token_ids for r in found] == want
+        assert sum(r.usage.cached_host for r in found) > 1000
+    with _engine(model, tmp_path, "cuda", **options) as engine:
+        found = engine.generate(input_ids=prompts, sampling_params=params)
+        assert [r.token_ids for r in found] == want
+        assert sum(r.usage.cached_storage for r in found) > 1000
+        assert engine.control("scheduler")["storage"]["damaged"] == 0
+
+
 def test_every_parameter_of_sampling(model: str, tmp_path: Path) -> None:
     """The full sampler beside the one of the CPU: same tokens, same log-probabilities."""
     from tokenspeed import SamplingParams

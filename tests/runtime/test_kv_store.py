@@ -13,13 +13,17 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e.tiny import tiny_model
+from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.kv.file_store import PAUSE, SHARES, FileStore
 from tokenspeed.runtime.kv.record import HEADER_BYTES, Damaged, header, opened
 from tokenspeed.runtime.kv.store import Address, Store, check_address, open_store, parse_address
+from tokenspeed.runtime.outputs import RequestOutput
 
 NAMESPACE, OTHER = b"n" * 16, b"m" * 16
 SIZE = 512  # bytes of a page
@@ -226,6 +230,24 @@ def use_together(folder: str, limit: int, seed: int) -> tuple[int, int, int]:
         else:
             store.put([key(i)], [page(i)])
     return store.tally.damaged, store.tally.failures, store.tally.hits
+
+
+def test_an_engine_finds_its_pages_in_redis_after_a_restart(redis_url: str, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    options: dict[str, Any] = {
+        "model": str(model), "core": "inproc", "num_pages": 16, "page_size": 16, "max_num_seqs": 2, "max_model_len": 128,
+        "buckets": [1, 2, 32], "max_num_batched_tokens": 32, "artifact_cache": str(tmp_path), "host_kv_gib": 0.001,
+        "kv_storage": redis_url,
+    }  # fmt: skip
+    prompt = [random.Random(3).randrange(256) for _ in range(100)]
+    outputs: list[RequestOutput] = []
+    for _ in range(2):
+        with Engine(**options) as engine:
+            outputs.append(engine.generate(input_ids=prompt, sampling_params=params))
+    first, again = outputs
+    assert first.usage.cached_tokens == 0 and again.usage.cached_storage == 96
+    assert first.token_ids == again.token_ids
 
 
 def test_redis_damaged_full_and_away(redis_url: str) -> None:

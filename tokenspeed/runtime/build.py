@@ -40,6 +40,7 @@ class Built:
     vocab_size: int
     kv_tokens: int  # what one request may hold: the pages of one home group
     summary: dict[str, Any]
+    kv_events: int = 0  # kept for routers
 
 
 def build_engine(config: EngineConfig) -> Built:
@@ -89,6 +90,7 @@ def build_engine(config: EngineConfig) -> Built:
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
             max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk,
+            decode_stall_tokens=config.decode_stall_tokens, kv_events=config.kv_events,
             prefix_cache=config.enable_prefix_caching and (snapshots > 0 or not state_bytes), state_snapshots=snapshots,
             max_in_flight=config.overlap_depth + 1, host_pages=host_pages, storage=bool(config.kv_storage),
         )
@@ -123,7 +125,7 @@ def build_engine(config: EngineConfig) -> Built:
         "started": ", ".join(f"{k} {v:.1f} s" for k, v in (phases | started.executor.seconds).items()),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
-    return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary)
+    return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary, config.kv_events)
 
 
 def find_artifact(config: EngineConfig) -> Path:

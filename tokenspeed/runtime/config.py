@@ -135,6 +135,14 @@ class EngineConfig:
     seed: int | None = option(
         None, help="Seed of random weights and of the seeds drawn for requests that name none; none: the system's"
     )
+    decode_stall_tokens: int = option(
+        0,
+        check=at_least(0),
+        help="Most prompt tokens in a step that also decodes, so that outputs do not stall; 0: the step's budget",
+    )
+    kv_events: int = option(
+        0, check=at_least(0), help="Events of the prefix caches kept for routers (/internal/kv_events); 0: none"
+    )
     max_queued_requests: int = option(
         2048, check=at_least(0), help="Requests accepted beyond those that can run; one more is a 429. 0: no bound"
     )

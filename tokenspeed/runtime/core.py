@@ -20,6 +20,7 @@ import numpy as np
 from tokenspeed.runtime.build import Built, build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.executor import StepResult
+from tokenspeed.runtime.kv.events import EventLog
 from tokenspeed.runtime.kv.transfers import KINDS
 from tokenspeed.runtime.messages import (
     Abort,
@@ -73,6 +74,7 @@ class EngineLoop:
         self.flying: deque[tuple[Any, Callable[[], list[StepResult]]]] = deque()
         self.announced: set[int] = set()  # whose cached tokens were reported
         self.pace = Pace()
+        self.events = EventLog(self.scheduler, built.kv_events)
         self.running = True
         self.reported = True  # whether the front has seen the scheduler as it stands
 
@@ -164,8 +166,10 @@ class EngineLoop:
         elif m.name == "scheduler":
             requests, stats = self.scheduler.snapshot(), dict(self.scheduler.stats())
             self.outbox.put(Reply(m.call_id, {"requests": requests, "stats": stats, "storage": self._storage()}))
+        elif m.name == "kv_events":
+            self._answer(m, lambda: self.events.since(int(m.args["since"])))
         elif m.name == "flush_cache":
-            self.outbox.put(Reply(m.call_id, {"pages": self.scheduler.flush_cache(**m.args)}))
+            self._answer(m, lambda: {"pages": self.scheduler.flush_cache(**m.args)})
         elif m.name == "check":
             self.scheduler.check()
             self.outbox.put(Reply(m.call_id, {"requests": self.scheduler.snapshot()}))
@@ -173,6 +177,13 @@ class EngineLoop:
             self.outbox.put(Reply(m.call_id, {"retracted": self.scheduler.retract(int(m.args["request_id"]))}))
         else:
             self.outbox.put(Reply(m.call_id, error=f"unknown control call {m.name!r}"))
+
+    def _answer(self, m: Control, call: Callable[[], dict[str, Any]]) -> None:
+        """A call whose arguments may be wrong, which is told and no more."""
+        try:
+            self.outbox.put(Reply(m.call_id, call()))
+        except (ValueError, TypeError) as fault:
+            self.outbox.put(Reply(m.call_id, error=str(fault)))
 
     def _forget(self, request_id: int) -> None:
         self.table.drop(request_id)
@@ -257,6 +268,8 @@ class EngineLoop:
             running=s["running"], waiting=s["waiting"], kv_pages_total=s["kv_pages_total"], kv_pages_free=s["kv_pages_free"],
             kv_pages_cached=s["kv_pages_evictable"], prefix_query_tokens=s["prefix_query_tokens"],
             prefix_hit_tokens=s["prefix_hit_tokens"], retractions=s["retractions"], steps=s["steps"], step_tokens=s["step_tokens"],
+            queue_age_steps=s["queue_age_steps"], decode_skips=s["decode_skips"], decode_stall_tokens=s["decode_stall_tokens"],
+            plan_seconds=s["plan_seconds"],
         )  # fmt: skip
         if self.ranks.tiers is not None:
             stats.hit_tokens = {tier: s[f"hit_tokens_{tier}"] for tier in ("device", "host", "storage")}

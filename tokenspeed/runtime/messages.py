@@ -73,7 +73,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Control:
-    """A call into the core: `name` one of stats, scheduler, flush_cache, shutdown. Answered by one `Reply`."""
+    """A call into the core: `name` one of stats, scheduler, kv_events, flush_cache, shutdown. Answered by one `Reply`."""
 
     call_id: int
     name: str
@@ -122,6 +122,10 @@ class Stats:
     retractions: int = 0
     steps: int = 0
     step_tokens: int = 0
+    queue_age_steps: int = 0  # steps since the request at the head of the queue came
+    decode_skips: int = 0  # tokens that a step left out for want of a page
+    decode_stall_tokens: int = 0  # the most prompt tokens in a step that also decoded
+    plan_seconds: float = 0.0
     hit_tokens: dict[str, int] = field(default_factory=dict)  # by tier: device, host, storage
     host: dict[str, int] = field(default_factory=dict)  # pages of the host tier (total, free, cached); none without it
     page_bytes: int = 0  # of one page, over all ranks of a home group

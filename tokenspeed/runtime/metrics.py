@@ -38,12 +38,16 @@ class _CoreTotals(Collector):
                 "Share of KV pages that requests hold; 1 is all",
                 used / (stats.kv_pages_total or 1),
             ),
+            ("queue_age_steps", "Steps since the request at the head of the queue came", stats.queue_age_steps),
+            ("decode_stall_tokens", "Most prompt tokens in a step that also decoded", stats.decode_stall_tokens),
         )
         counters = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("num_preemptions", "Requests retracted to be computed again", stats.retractions),
             ("engine_steps", "Steps of the engine", stats.steps),
+            ("plan_seconds", "Seconds spent on planning steps", stats.plan_seconds),
+            ("decode_skips", "Tokens that a step left out for want of a page", stats.decode_skips),
         )
         if stats.host:
             held = stats.host["total"] - stats.host["free"]

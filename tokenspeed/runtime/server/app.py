@@ -80,6 +80,12 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     async def scheduler() -> Response:
         return json_response(await llm.control("scheduler"))
 
+    @app.get("/internal/kv_events", responses=errors.RESPONSES)
+    async def kv_events(since: int = 0) -> Response:
+        if not llm.config.kv_events:
+            raise RequestError("no events are kept: start with --kv-events N")
+        return json_response(await llm.control("kv_events", since=since))
+
     if metrics is not None:
 
         @app.get("/metrics")
