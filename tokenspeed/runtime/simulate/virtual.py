@@ -73,6 +73,7 @@ class Outcome:
     timeline: list[tuple[float, int, int, float, float]]  # time, running, waiting, share of device and host pages held
     seconds: float  # of the virtual clock, from the first request to the last token
     busy: float  # of those, with a step running
+    loading: float  # of those, with a step that waits for pages it loads
     stats: dict[str, Any]  # the scheduler's, at the end
     page_bytes: int
     took: float  # seconds of the simulation itself
@@ -103,7 +104,7 @@ class Simulation:
                 storage=stored > 0, storage_min_pages=policy.storage_min_pages, write_back_pages=policy.write_back_pages,
             )
         )  # fmt: skip
-        self.now = self.busy = 0.0
+        self.now = self.busy = self.loading = 0.0
         self.storage = _Storage(stored)
         self.gaps: list[float] = []
         self.served: list[Served] = []
@@ -129,7 +130,7 @@ class Simulation:
         if self._running:
             raise RuntimeError(f"{len(self._running)} requests were never served: {self.scheduler.snapshot()[:3]}")
         return Outcome(
-            self.policy, self.served, self.gaps, self.timeline, self.now - start, self.busy, dict(self.scheduler.stats()),
+            self.policy, self.served, self.gaps, self.timeline, self.now - start, self.busy, self.loading, dict(self.scheduler.stats()),
             self.page_bytes, time.perf_counter() - began,
         )  # fmt: skip
 
@@ -174,6 +175,7 @@ class Simulation:
         took = self.machine.step(_rows(plan))
         self._stepping = True
         self.busy += took
+        self.loading += begins - self.now
         self._sample()
         self._at(begins + took, lambda: self._stepped(plan))
 
