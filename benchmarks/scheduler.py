@@ -2,19 +2,24 @@
 
     python benchmarks/scheduler.py [--json] [--steps N]
 
-Two cases, each 256 running requests with 50,000-token contexts and pages of 16 tokens:
+Three cases, each 256 running requests with 50,000-token contexts and pages of 16 tokens:
   shared    16 groups of 16 requests share 47,008 tokens: 94,880 pages in a pool of 100,000
   unshared  nothing in common: 800,000 pages in a pool of 1,000,000
-A step is `next_plan` + `advance` while all 256 decode; `queued` repeats it with 10,000 requests waiting. A match looks
-a 50,000-token prompt up in the prefix cache, its 3,125 page hashes included: warm (again and again) and cold (after
-the processor's caches were overwritten). All figures are microseconds.
+  tiered    as shared, with as many host pages: the step also hands out and answers the write-backs of what was computed
+A step is `next_plan` (+ `transfers`) + `advance` while all 256 decode; `queued` repeats it with 10,000 requests waiting. A
+match looks a 50,000-token prompt up in the prefix cache, its 3,125 page hashes included: warm (again and again) and cold
+(after the processor's caches were overwritten). Times are microseconds. `allocs_per_step` is counted by a C++ program with a
+replaced operator new (`scheduler_cpp/bench/steps.cpp`), which is built on first use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +28,8 @@ from tokenspeed._scheduler import Config, Scheduler
 REQUESTS, CONTEXT, PAGE, GROUPS, SHARED = 256, 50_000, 16, 16, 47_008
 VOCABULARY = 150_000
 QUEUED = 10_000
+CASES = {"shared": (True, 100_000, 0), "unshared": (False, 1_000_000, 0), "tiered": (True, 100_000, 100_000)}
+ROOT = Path(__file__).parents[1]
 
 
 def prompts(shared: bool) -> list[np.ndarray]:
@@ -35,10 +42,15 @@ def prompts(shared: bool) -> list[np.ndarray]:
     return [np.concatenate([heads[i % GROUPS], draw(CONTEXT - SHARED)]) for i in range(REQUESTS)]
 
 
-def decoding(requests: list[np.ndarray], pages: int) -> Scheduler:
+def decoding(requests: list[np.ndarray], pages: int, host: int) -> Scheduler:
     """A scheduler in which every request is in its decode phase."""
     config = Config(
-        page_size=PAGE, num_pages=pages, max_requests=REQUESTS, token_buckets=[REQUESTS, 65_536], max_seq_len=65_536
+        page_size=PAGE,
+        num_pages=pages,
+        max_requests=REQUESTS,
+        token_buckets=[REQUESTS, 65_536],
+        max_seq_len=65_536,
+        host_pages=host,
     )
     scheduler = Scheduler(config)
     for i, tokens in enumerate(requests):
@@ -46,9 +58,15 @@ def decoding(requests: list[np.ndarray], pages: int) -> Scheduler:
     while True:
         plan = scheduler.next_plan()
         assert plan is not None
+        move(scheduler)
         scheduler.advance(plan.step, np.zeros(plan.last.size, np.int32))
         if plan.bucket == REQUESTS and plan.num_rows[0] == REQUESTS:
             return scheduler
+
+
+def move(scheduler: Scheduler) -> None:
+    for transfer in scheduler.transfers():
+        scheduler.transferred(transfer.ticket, len(transfer.host))
 
 
 def time_steps(scheduler: Scheduler, steps: int) -> np.ndarray:
@@ -57,10 +75,13 @@ def time_steps(scheduler: Scheduler, steps: int) -> np.ndarray:
     rng = np.random.default_rng(1)
     sampled = rng.integers(0, VOCABULARY, (steps, REQUESTS), dtype=np.int32)
     times = np.empty((2, steps))
+    tiered = scheduler.config.host_pages > 0
     for i in range(steps):
         start = time.perf_counter_ns(), time.thread_time_ns()
         plan = scheduler.next_plan()
         assert plan is not None
+        if tiered:
+            move(scheduler)
         scheduler.advance(plan.step, sampled[i])
         times[:, i] = (time.perf_counter_ns() - start[0]) / 1e3, (time.thread_time_ns() - start[1]) / 1e3
     assert scheduler.stats()["retractions"] == 0
@@ -81,9 +102,9 @@ def time_match(scheduler: Scheduler, tokens: np.ndarray, repeats: int, *, cold: 
     return float(np.median(times))
 
 
-def case(shared: bool, pages: int, steps: int) -> dict[str, float]:
+def case(shared: bool, pages: int, host: int, steps: int) -> dict[str, float]:
     requests = prompts(shared)
-    scheduler = decoding(requests, pages)
+    scheduler = decoding(requests, pages, host)
     time_steps(scheduler, 32)
     times = time_steps(scheduler, steps // 2)
     for i in range(QUEUED):
@@ -101,24 +122,31 @@ def case(shared: bool, pages: int, steps: int) -> dict[str, float]:
     return result
 
 
+def allocations(steps: int) -> dict[str, float]:
+    """Mean allocations of a steady decode step, by case."""
+    build = ROOT / "build" / "bench"
+    quiet = {"check": True, "stdout": subprocess.DEVNULL}
+    subprocess.run(
+        ["cmake", "-S", str(ROOT / "scheduler_cpp"), "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}"], **quiet
+    )
+    subprocess.run(["cmake", "--build", str(build), "--target", "scheduler_steps"], **quiet)
+    run = lambda name: subprocess.check_output([str(build / "scheduler_steps"), name, str(steps)], text=True)  # noqa: E731
+    return {name: float(run(name)) for name in CASES}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object with flat keys")
     parser.add_argument("--steps", type=int, default=240, help="timed steps a case (the shared pool lasts about 250)")
     arguments = parser.parse_args()
     figures = {}
-    for name, shared, pages in (("shared", True, 100_000), ("unshared", False, 1_000_000)):
-        figures |= {f"{name}_{key}": round(value, 1) for key, value in case(shared, pages, arguments.steps).items()}
-    # The headline keys: the worse of the two cases.
-    for key in (
-        "step_p50_us",
-        "step_p99_us",
-        "step_cpu_p99_us",
-        "step_queued_p50_us",
-        "match_warm_us",
-        "match_cold_us",
-    ):
-        figures[key] = max(figures[f"shared_{key}"], figures[f"unshared_{key}"])
+    counts = allocations(arguments.steps // 4)
+    for name, (shared, pages, host) in CASES.items():
+        result = case(shared, pages, host, arguments.steps) | {"allocs_per_step": counts[name]}
+        figures |= {f"{name}_{key}": round(value, 1) for key, value in result.items()}
+    # The headline keys: the worst of the cases.
+    for key in [key.removeprefix("shared_") for key in figures if key.startswith("shared_")]:
+        figures[key] = max(figures[f"{name}_{key}"] for name in CASES)
     if arguments.json:
         print(json.dumps(figures))
         return

@@ -65,6 +65,9 @@ class RequestInfo(TypedDict):
     pages: int
     group: int  # -1: not admitted yet
     in_flight: int
+    host_pages: int  # of its path, pinned on the host
+    transfers: int  # in flight for it
+    age_steps: int  # plans made since it came
 
 class Config:
     """Sizes and policy. ValueError names a field that cannot work."""

@@ -129,7 +129,8 @@ py::dict InfoDict(const RequestInfo& info) {
   using namespace py::literals;
   return py::dict("id"_a = info.id, "state"_a = std::string(info.state), "computed_tokens"_a = info.computed_tokens,
                   "total_tokens"_a = info.total_tokens, "output_tokens"_a = info.output_tokens, "pages"_a = info.pages,
-                  "group"_a = info.group, "in_flight"_a = info.in_flight);
+                  "group"_a = info.group, "in_flight"_a = info.in_flight, "host_pages"_a = info.host_pages,
+                  "transfers"_a = info.transfers, "age_steps"_a = info.age_steps);
 }
 
 void BindConfig(py::module_& module) {

@@ -298,7 +298,9 @@ std::vector<RequestInfo> Scheduler::Snapshot() const {
     const Run* run = RunOf(request->state);
     infos.push_back({request->id, NameOf(request->state), run ? run->computed : 0, tokens ? tokens->size() : 0,
                      tokens ? tokens->outputs() : 0, run ? run->kv.pages() : 0, request->group,
-                     run ? run->in_flight : 0});
+                     run ? run->in_flight : 0, HostPagesOf(request->state),
+                     static_cast<int>(std::ranges::count(out_, request, &Out::request)),
+                     next_step_ - request->arrival});
   }
   return infos;
 }

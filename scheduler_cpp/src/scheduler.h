@@ -60,6 +60,9 @@ struct RequestInfo {
   RequestId id;
   std::string_view state;
   int computed_tokens, total_tokens, output_tokens, pages, group, in_flight;
+  int host_pages;          // of its path, pinned
+  int transfers;           // in flight for it
+  std::int64_t age_steps;  // plans made since it came
 };
 
 class Scheduler {

@@ -212,8 +212,15 @@ inline TokenSequence* TokensOf(State& state) noexcept {
   return const_cast<TokenSequence*>(TokensOf(std::as_const(state)));
 }
 
-inline bool IsEnded(const State& state) noexcept {
-  return std::visit([]<class S>(const S&) { return Ended<S>; }, state);
+// The depth of the host page that a state pins by itself, beside its tickets; 0: none.
+inline int HostPagesOf(const State& state) noexcept {
+  if (const Run* run = RunOf(state)) return run->host.depth();
+  return std::visit(
+      []<class S>(const S& s) {
+        if constexpr (requires { s.host; }) return s.host.depth();
+        return 0;
+      },
+      state);
 }
 
 inline std::string_view NameOf(const State& state) noexcept {
