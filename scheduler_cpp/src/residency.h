@@ -56,6 +56,14 @@ class Residency {
       pool_->Return(pages_[page - 1]);
   }
 
+  // Gives back all pages but the committed ones.
+  void DropTail() noexcept {
+    for (; pages_.size() > static_cast<std::size_t>(committed_); pages_.pop_back()) {
+      digest_ -= CellDigest(pages_.size() - 1, pages_.back());
+      pool_->Return(pages_.back());
+    }
+  }
+
   int pages() const noexcept { return static_cast<int>(pages_.size()); }
   int committed() const noexcept { return committed_; }
   PageId node() const noexcept { return ref_.node(); }

@@ -122,14 +122,17 @@ inline Freed Free(Run run, bool drain) noexcept {
   return Finished{};
 }
 
-// Of a run that is to wait again; what failed is not copied to the host.
+// Of a run that is to wait again; what failed is not copied to the host. Pages that nothing touches go back at once, so
+// that an older request need not wait for the copy.
 inline SetBack SetAside(Run run, bool lost, bool distrust = false) noexcept {
+  if (!run.touched()) run.kv.DropTail();
   if (run.busy() || (!lost && run.uncopied() > 0)) return Retracting{std::move(run), lost, distrust};
   return Retracted{std::move(run.tokens), std::move(run.host), distrust};
 }
 
 // The same for one that is on its way already: nothing while it still has to stay.
 inline std::optional<Retracted> Leave(Retracting& state) noexcept {
+  if (!state.run.touched()) state.run.kv.DropTail();
   if (state.run.busy() || (!state.lost && state.run.uncopied() > 0)) return std::nullopt;
   return Retracted{std::move(state.run.tokens), std::move(state.run.host), state.distrust};
 }

@@ -216,6 +216,58 @@ def test_finished_requests_leave_their_pages_on_the_host() -> None:
     e.assert_empty()
 
 
+@pytest.mark.parametrize("answer", ["late", "never whole", "twice"])
+def test_a_prefetch_of_a_request_that_ended_gives_its_pages_back_when_it_returns(answer: str) -> None:
+    """vllm#46283, vllm-ascend#16662: a wait for remote pages was aborted, and its pages were never freed."""
+    e = engine({}, max_queued_requests=1)
+    e.patient = True
+    e.add(0, LONG[:9], 4)
+    e.plan()
+    (ticket,) = e.mover.out
+    e.end(0, "abort")
+    assert state(e, 0) == "Aborting"
+    e.add(1, [5, 5], 2)  # the bounded queue has room again
+    stats = e.scheduler.stats()
+    assert (stats["waiting"], stats["leaving"], stats["host_pages_pinned"]) == (1, 1, 4)
+    for _ in range(4):
+        e.step()
+        for other in [t for t in e.mover.out if t != ticket]:
+            e.mover.finish(other)
+    assert 1 in e.finished
+    assert e.scheduler.stats()["host_pages_pinned"] == 4, "storage may still write into them"
+    e.mover.finish(ticket, 0 if answer == "never whole" else None)
+    assert e.scheduler.stats()["host_pages_pinned"] == 0 and state(e, 0) is None
+    assert answer != "twice" or e.scheduler.transferred(ticket, 4) is False
+    e.drain()
+
+
+def test_a_retraction_does_not_need_room_on_the_host() -> None:
+    e = engine(host_pages=2, write_back_pages=100)
+    e.patient = True
+    e.add(0, LONG[:9], 8)
+    for _ in range(4):
+        e.step()
+    assert e.scheduler.retract(0)
+    e.plan()
+    e.settle()
+    assert e.scheduler.stats()["host_pages_cached"] == 2 and state(e, 0) == "Retracting"
+    e.plan()  # no more room: given up
+    assert state(e, 0) == "Retracted"
+    e.drain()
+
+
+def test_salts_share_no_page_on_any_tier() -> None:
+    storage: dict[bytes, Page] = {}
+    e = engine(storage)
+    turn(e, 0, LONG[:9], salt=b"a")
+    for id, salt in enumerate([b"", b"b", b"a\0"], 1):
+        assert turn(e, id, LONG[:9], salt=salt) == (0, 0, 0)
+    assert len(storage) == 4 * 4
+    e.scheduler.flush_cache("device")
+    assert turn(e, 8, LONG[:9], salt=b"a") == (0, 8, 0)
+    assert turn(engine(storage), 9, LONG[:9], salt=b"b") == (0, 0, 8)
+
+
 def test_a_shared_prefix_is_copied_once() -> None:
     e = engine(num_pages=40, host_pages=40, max_seq_len=40)
     e.patient = True
