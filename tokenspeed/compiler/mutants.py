@@ -6,12 +6,11 @@ find the fault from op names, operands and the mesh. A mutant of several ranks i
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tokenspeed.ir.graph import Node, Param, Program
+from tokenspeed.ir.graph import Leaf, Node, Param, Program
 from tokenspeed.ir.ops import OPS, Redistribute
 from tokenspeed.ir.ops.fused import expand
 from tokenspeed.ir.text import print_program
@@ -31,13 +30,27 @@ def mutants(p: Program, other: Program | None = None) -> Iterator[Mutant]:
     """Mutants of `p`; `other` is the same model's program of another bucket."""
     p, other = expand(p), None if other is None else expand(other)
     for edit, kind, what in itertools.chain(_collectives(p), _effects(p), _types(p)):
-        q = copy.deepcopy(p)
+        q = _copy(p)
         try:
             edit(q)
         except (StopIteration, KeyError, ValueError):
             continue
         yield Mutant(kind, what, (_text(q),))
     yield from _ranks(p, other)
+
+
+def _copy(p: Program) -> Program:
+    """A program whose nodes, lists and tables are its own; what none of them changes (types, values of attributes) is shared."""
+
+    def body(nodes: list[Node]) -> list[Node]:
+        return [Node(n.op, n.inputs, n.outputs, dict(n.attrs), n.origin, n.note) for n in nodes]
+
+    leaves = {
+        k: Leaf(f.name, list(f.inputs), list(f.outputs), body(f.nodes), dict(f.types), dict(f.params))
+        for k, f in p.leaves.items()
+    }
+    return replace(p, results=list(p.results), result_types=list(p.result_types), nodes=body(p.nodes), types=dict(p.types),
+                   params=dict(p.params), leaves=leaves)  # fmt: skip
 
 
 def _text(p: Program) -> str:
@@ -209,7 +222,7 @@ def _effects(p: Program) -> Iterator[Found]:
 
                 def twice(q: Program, leaf: str = leaf, i: int = i) -> None:
                     nodes = _Body(q, leaf).nodes
-                    nodes.insert(i, copy.deepcopy(nodes[i]))
+                    nodes.insert(i, replace(nodes[i], attrs=dict(nodes[i].attrs)))
 
                 for edit, what in (
                     (gone, "dropped"),
@@ -314,13 +327,13 @@ def _ranks(p: Program, other: Program | None) -> Iterator[Mutant]:
 
     wires = [i for i, n in enumerate(p.nodes) if isinstance(op := OPS.get(n.op), Redistribute) and op.wire]
     for i, j in itertools.pairwise(wires):
-        q = copy.deepcopy(p)
+        q = _copy(p)
         between = {o for n in q.nodes[i:j] for o in n.outputs}
         if not between & set(q.nodes[j].inputs):
             q.nodes.insert(i, q.nodes.pop(j))
             yield Mutant("order on one rank", f"collectives {i} and {j} on rank 1", one(_text(q), 1))
     for i in wires:
-        q = copy.deepcopy(p)
+        q = _copy(p)
         del q.nodes[i]
         for n in q.nodes:
             n.inputs = tuple(p.nodes[i].inputs[0] if x == p.nodes[i].outputs[0] else x for x in n.inputs)
