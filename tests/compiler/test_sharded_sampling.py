@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-import zlib
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def rows_of_parameters(seed: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     floats = params.view(torch.float32)
     for i in range(2 * ROWS):
         flags = Flag.VALID
-        for flag in (Flag.PENALTIES, Flag.BIAS, Flag.LOGPROBS, Flag.FILTERS):
+        for flag in (Flag.PENALTIES, Flag.BIAS, Flag.LOGPROBS, Flag.FILTERS, Flag.MASK):
             flags |= flag if rng.random() < 0.7 else Flag(0)
         flags |= Flag.GREEDY if rng.random() < 0.15 else Flag(0)
         params[i, Word.FLAGS] = 0 if i % 11 == 10 else int(flags)
@@ -64,6 +63,19 @@ def rows_of_parameters(seed: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return params, bias.double()
 
 
+def contents(seed: int, vocabulary: int, bias: Tensor) -> list[Tensor]:
+    """State of all slots: counts, prompt tokens seen, bias, and packed masks that allow half of the ids, one of them none."""
+    g = torch.Generator().manual_seed(seed)
+    counts, seen = (torch.randint(0, 2, (2 * ROWS, vocabulary), generator=g) for _ in range(2))
+    masks = torch.randint(-(2**31), 2**31, (2 * ROWS, -(-vocabulary // 32)), generator=g)
+    masks[7] = 0
+    return [counts, seen, bias, masks]
+
+
+def allowed(masks: Tensor, row: int, token: int) -> bool:
+    return bool(int(masks[row, token // 32]) >> token % 32 & 1)
+
+
 def steps(mesh: str, axes: str, vocabulary: int, seed: int) -> list[list[Tensor]]:
     """Results of two steps on the same logits; the second sees what the first counted."""
     r = compiled(mesh, axes, vocabulary)
@@ -77,17 +89,14 @@ def steps(mesh: str, axes: str, vocabulary: int, seed: int) -> list[list[Tensor]
     if groups == 1:  # the slots of both halves lie in one home block
         params[ROWS:, Word.SLOT] += ROWS
     ports["params"] = params
-    state = {"i32": None, "u8": None, "f32": None}
     caches: dict[str, list[Tensor]] = {}
+    given = contents(seed, vocabulary, bias)
     for q in p.all_params():
         for k, t in enumerate(q.types if q.kind == "state" else ()):
-            g = torch.Generator().manual_seed(zlib.crc32(t.dtype.encode()) + seed)
             full = torch.zeros([sim.sizes[d.name] for d in t.dims], dtype=sim.dtypes[t.dtype])
-            own = torch.randint(0, 2, (2 * ROWS, vocabulary), generator=g) if k < 2 else bias
-            full[:, :vocabulary] = own.to(full.dtype)
+            full[:, : given[k].shape[1]] = given[k].to(full.dtype)
             caches[f"{q.name}:{k}"] = sim.meaning.distribute(full, t)
-            state.pop(t.dtype)
-    assert not state
+    assert len(caches) == len(given)
     weights = random_weights(r)
     return [sim.run(ports, weights, caches)[0] for _ in range(2)]
 
@@ -126,3 +135,27 @@ def test_no_logits_are_gathered() -> None:
     lines = [line for line in sampler.splitlines() if "all_reduce" in line or "all_gather" in line]
     assert len(lines) == 15
     assert not any("all_gather" in line or " v" in line.partition(" : ")[2] for line in lines)
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=3"])
+def test_a_row_with_a_mask_draws_only_what_it_allows(mesh: str) -> None:
+    """Greedy rows and sampled ones; log-probabilities are of what the mask leaves."""
+    params, bias = rows_of_parameters(1, 509)
+    masks = contents(1, 509, bias)[3]
+    token, logprob, ids, values = steps(mesh, "", 509, 1)[0]
+    greedy = free = 0
+    for i, flags in enumerate(params[:, Word.FLAGS].tolist()):
+        if not flags & Flag.VALID or (i == 7 and flags & Flag.MASK) or (i == 5 and flags & Flag.BIAS):
+            assert token[i] == -1  # nothing is left
+            continue
+        if not flags & Flag.MASK:
+            free += not allowed(masks, i, int(token[i]))
+            continue
+        assert allowed(masks, i, int(token[i]))
+        greedy += bool(flags & Flag.GREEDY)
+        shown = ids[i][ids[i] >= 0].tolist()
+        assert all(allowed(masks, i, k) for k in shown)
+        if flags & Flag.LOGPROBS:
+            assert torch.isfinite(logprob[i]) and logprob[i] > NO_LOGPROB
+            assert float(values[i][ids[i] >= 0].exp().sum()) <= 1.0 + 1e-9
+    assert greedy >= 2 and free >= 2

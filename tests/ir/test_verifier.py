@@ -48,6 +48,12 @@ def test_the_program_itself_passes_and_reads_back(text: str, dp_text: str) -> No
         assert print_program(parse_program(untyped(t))) == t
 
 
+def test_a_leaf_that_returns_what_nobody_made_is_refused(text: str) -> None:
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  return"))
+    refuse("\n".join([*lines[:at], lines[at] + "'", *lines[at + 1 :]]), "V1")
+
+
 def test_each_dropped_collective_is_refused(text: str, dp_text: str) -> None:
     for source in (text, dp_text):
         lines = untyped(source).splitlines()

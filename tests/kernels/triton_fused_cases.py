@@ -126,7 +126,7 @@ def test_full_sampler(v: int, scale: float) -> None:
     p = params(*rows)
     z = strided(torch.randn(len(rows), v + 5) * scale)
     z[0, 3], z[2, 1] = float("nan"), -float("inf")
-    z[-1] = -float("inf")  # nothing to choose from: token 0
+    z[-1] = -float("inf")  # nothing to choose from: token -1
     ours, theirs = State(len(rows), v), State(len(rows), v)
     ours.counts.copy_(torch.randint(0, 3, (3, v)) * (torch.rand(3, v) < 0.1))
     ours.seen.copy_((torch.rand(3, v) < 0.1).to(torch.uint8))

@@ -106,6 +106,8 @@ def _node(
             raise VerifyError("V5", f"{where}: {op} of {n.inputs[0]}: no padding of {last} is neutral in it")
         need(0, last, (taint_of(value),), f"it would choose or add what stands there, not {value}")
         return [{d: x.get(d, UNDEF) for d in o} for o in outs]
+    if op == "mask_logits":  # a bit of the padding may be 0
+        return [{d: t if t == LOW else UNDEF for d, t in x.items()}]
     if op == "shape_logits":
         return [dict.fromkeys(o, LOW) for o in outs]
     if op == "sift":

@@ -266,6 +266,13 @@ def _state(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Te
     return _sample(sizes, blocks, g)
 
 
+def _masked(sizes: Mapping[str, int], blocks: int, g: torch.Generator) -> list[Tensor]:
+    """z and params, of which half have a mask of random bits."""
+    z, params, *_ = _sample(sizes, blocks, g)
+    params[:, Word.FLAGS] |= torch.arange(len(params)) % 2 * int(Flag.MASK)
+    return [z, params, torch.randint(-(2**31), 2**31, (sizes["r"], sizes["words"]), generator=g).int()]
+
+
 def _best(z: Tensor) -> Tensor:
     """The maximum of each row of logits; of a hole NaN."""
     return torch.where(z.isnan().all(1), float("nan"), z.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(1))
@@ -431,6 +438,8 @@ FORMS: tuple[Form, ...] = (
     Form("argmax", "argmax", (Z,), _ties, {}, (("s",),), padded="v"),
     Form("topk", "topk", (Z,), _ties, {"k": 2, "dim": "top"}, (("s", "top"),), padded="v", single={"top": 2}),
     Form("fill", "fill", (Z,), _poisoned, {"value": float("-inf")}, (("s", "v"),), padded="v"),
+    Form("mask_logits", "mask_logits", (Z, P, Operand("i32", ("r", "words"))), _masked, {}, (("s", "v"),),
+         single=_WORDS | {"words": 2}),
     Form("shape_logits", "shape_logits", (Z, P, *_STATE), _state, {}, (("s", "v"), ("s", "v")), single=_WORDS, tied={3: 2, 4: 2}),
     *(Form(f"tally by {by}{', a later round' if n else ''}", "tally",
            (Z, P, *([_ROW, _WORD] if by == "mass" else []), *([_WORD] if n else [])), _sought(by, n), {"by": by, "round": n},

@@ -173,6 +173,8 @@ def parse_program(text: str) -> Program:
         if head.startswith("leaf "):
             leaf = Leaf(name.split("#")[0], list(args), returns, [], dict(args), params)
             _parse_body(lines[i + 1 : j], leaf.nodes, leaf.types, params, plan, p)
+            if missing := [r for r in returns if r not in leaf.types]:
+                raise VerifyError("V1", f"leaf @{name} returns %{missing[0]}, which is never made")
             p.leaves[name] = leaf
         else:
             p.ports, p.results, p.params = list(args), returns, params

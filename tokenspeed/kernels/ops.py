@@ -81,6 +81,7 @@ OPS: dict[str, Op] = {
         Op("sample", "sampling", "sample", ("x",)),
         Op("topk", "sampling", "topk", ("x",)),
         Op("reduce", "sampling", "reduce", ("x", "out")),
+        Op("mask_logits", "sampling", "mask", ("x", "out")),
         Op("shape_logits", "sampling", "shape", ("x",)),
         Op("tally", "sampling", "tally", ("x",)),
         Op("narrow", "sampling", "narrow", ("x",)),

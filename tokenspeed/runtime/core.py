@@ -42,6 +42,7 @@ from tokenspeed.runtime.transport import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 
+NO_TOKEN = "no token could be drawn: the logits are no numbers, or all that the request allows is ruled out"
 SEEN = 1e-4  # seconds: a step that is waited for no longer had ended before
 IDLE_CHECK = 1.0  # seconds between looks at the workers while nothing runs
 POLL = 0.001  # seconds between looks at transfers between tiers while nothing else can go on
@@ -234,7 +235,8 @@ class EngineLoop:
         results = wait()
         self.pace.finished(plan.bucket, waited=self.pace.clock() - looked > SEEN)
         tokens = np.concatenate([r.tokens for r in results])
-        outputs = self.scheduler.advance(plan.step, tokens)
+        outputs = self.scheduler.advance(plan.step, np.maximum(tokens, 0))
+        nothing = {int(r) for r in plan.request_ids[tokens < 0]}  # requests for which nothing could be drawn
         rows = (
             {int(r): i for i, r in enumerate(plan.request_ids) if r >= 0}
             if any(r.logprobs is not None for r in results)
@@ -243,7 +245,11 @@ class EngineLoop:
         deltas: list[TokenDelta] = []
         for o in outputs:
             delta = TokenDelta(o.request_id, [o.token], o.finish_reason)
-            if o.finish_reason == "stop":
+            if o.request_id in nothing:
+                if o.finish_reason is None:
+                    self.scheduler.finish(o.request_id)
+                delta = TokenDelta(o.request_id, [], "error", error=NO_TOKEN)
+            elif o.finish_reason == "stop":
                 delta.stop_token_id = o.token
             if o.request_id not in self.announced:
                 self.announced.add(o.request_id)
@@ -253,10 +259,10 @@ class EngineLoop:
                     o.cached_storage,
                 )
             wanted = self.table.output(o.request_id, o.token)
-            if wanted >= 0:
+            if wanted >= 0 and delta.token_ids:
                 g, i = divmod(rows[o.request_id], plan.rows)
                 delta.logprobs = [_logprob(results[g], i, o.token, wanted)]
-            if o.finish_reason is not None:
+            if delta.finish_reason is not None:
                 self._forget(o.request_id)
             deltas.append(delta)
         self._put(deltas)

@@ -64,6 +64,7 @@ class StateOp:
     counts: dict[int, int] = field(default_factory=dict)  # output tokens
     bias: dict[int, float] | None = None  # replaces the slot's bias
     allowed: Sequence[int] | None = None  # with `bias`: everything else is banned
+    mask: np.ndarray | None = None  # int32 words that replace the slot's allow-mask; see the op `mask_logits`
 
 
 @dataclass
@@ -155,7 +156,9 @@ class Executor:
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
-        self.state: list[Tensor] = []  # of the full sampler, for the ids from `first_id` on that this rank holds
+        self.state: list[
+            Tensor
+        ] = []  # of the full sampler; but for the masks, for the ids from `first_id` on that this rank holds
         self.first_id = 0
         self.recurrent: list[Tensor] = []  # caches of state slots
         self.paged: list[Tensor] = []  # caches of pages, all that a page holds on this rank
@@ -217,7 +220,8 @@ class Executor:
                 self.params[name] = self._empty(*t.local_shape(sizes, self.plan), dtype=DTYPES[t.dtype])
                 if q.kind == "state":
                     self.state.append(self.params[name])
-                    self.first_id = Local(self.plan, self.rank, sizes, sizes).offset(t.dims[1])
+                    if k == 0:
+                        self.first_id = Local(self.plan, self.rank, sizes, sizes).offset(t.dims[1])
                 elif t.dims[0].name == "states":
                     self.recurrent.append(self.params[name])
                 elif t.dims[0].name == "slots":
@@ -317,11 +321,13 @@ class Executor:
                 self._apply(op)
 
     def _apply(self, op: StateOp) -> None:
-        counts, seen, bias = self.state
+        counts, seen, bias, allow = self.state
         if op.reset:
             counts[op.slot].zero_()
             seen[op.slot].zero_()
             bias[op.slot].zero_()
+        if op.mask is not None:
+            allow[op.slot].zero_()[: len(op.mask)] = torch.from_numpy(op.mask)
         if op.seen:
             seen[op.slot, self._mine(op.seen)] = 1
         for token, n in op.counts.items():

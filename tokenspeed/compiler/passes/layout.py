@@ -13,11 +13,12 @@ from typing import Any
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.ir.errors import PlanError
 from tokenspeed.ir.mesh import DEFAULT_AXES, Axes, Plan
+from tokenspeed.ir.ops.filters import words_of
 from tokenspeed.ir.ops.sampling import SAMPLING_DIMS
 from tokenspeed.ir.spec import Factor, SpecDim
 from tokenspeed.ir.types import ROW_DIMS
 from tokenspeed.models.nn.maps import Matrices, Weight
-from tokenspeed.models.nn.params import LatentCache, PagedAttention
+from tokenspeed.models.nn.params import MASK_WORDS, LatentCache, PagedAttention, SamplingState
 from tokenspeed.models.nn.state import DeltaRule
 
 #: dims whose extents the runtime fixes: token, request and drafted rows, KV and state slots, table width, packed words ...
@@ -75,6 +76,10 @@ def make_layout(flat: Flat, plan: Plan) -> Layout:
     for path, decl in flat.decls.items():
         for dim in _sharded_dims(decl):
             _divide(layout, path, decl, dim.factors[0])
+    for decl in flat.decls.values():
+        if isinstance(decl, SamplingState):
+            vocabulary = layout.sizes[decl.vocabulary.dims[0].factors[0].name]
+            layout.logical[MASK_WORDS] = layout.sizes[MASK_WORDS] = words_of(vocabulary)
     return layout
 
 

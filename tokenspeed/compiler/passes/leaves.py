@@ -21,7 +21,7 @@ from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.spec import Factor, Pend, Spec, SpecDim, parse_spec
 from tokenspeed.ir.types import DTYPE_BYTES, ROW_DIMS, Dim, Type, bind_spec
 from tokenspeed.models.nn.maps import STREAM, Matrices, Weight
-from tokenspeed.models.nn.params import LatentCache, PagedAttention, RMSNorm, Rope, SamplingState
+from tokenspeed.models.nn.params import MASK_WORDS, LatentCache, PagedAttention, RMSNorm, Rope, SamplingState
 from tokenspeed.models.nn.state import DeltaRule, StateCache
 
 Stars = Mapping[str, Axes]  # axes of each starred row dim
@@ -74,11 +74,8 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         return {name: Param(name, "cache", tuple(Type(b.cache_dtype, (slots, d)) for d in dims(decl.spec.dims)))}
     if isinstance(decl, SamplingState):
         rows = Dim("r", b.order(b.home))
-        return {
-            name: Param(
-                name, "state", tuple(Type(t, (rows, *dims(decl.vocabulary.dims))) for t in ("i32", "u8", "f32"))
-            )
-        }
+        columns = tuple(Type(t, (rows, *dims(decl.vocabulary.dims))) for t in ("i32", "u8", "f32"))
+        return {name: Param(name, "state", (*columns, Type("i32", (rows, Dim(MASK_WORDS)))))}
     raise PlanError("P034", f"{name}: {type(decl).__name__} is not a declaration the compiler knows")
 
 

@@ -1,4 +1,5 @@
-"""The full sampler in parts, for a vocabulary that is sharded: each part works on a rank's block of ids.
+"""The full sampler in parts, for a vocabulary that is sharded: each part works on a rank's block of ids. The first, the
+allow-mask, stands before the sampler of whole rows too.
 
 Invariant: the parts draw the token and report the log-probabilities that `sample` does of whole rows. What ranks add up is
 exact: maxima, counts, and masses in whole units of 2^-35, so neither the number of ranks nor the order of a sum moves a
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.ir.errors import RuleError
+from tokenspeed.ir.mesh import Plan
 from tokenspeed.ir.ops.base import Local, Op, OutSpec, States, refuse, wide
 from tokenspeed.ir.ops.sampling import NO_LOGPROB, Flag, Slotted, Word, as_float, is_greedy
 from tokenspeed.ir.types import Type
@@ -55,6 +57,44 @@ class _OnBlock(Op):
         raise refuse(
             self.name, axis, states, ins, "operands lie on the same rows or, of a block of ids, whole beside it", "P011"
         )
+
+
+class MaskLogits(Slotted, _OnBlock):
+    """z [s, v], params [s, p], allow i32 [r, words] -> z, of a row with the flag MASK -inf at each id whose bit is 0. Bit i % 32 of
+    word i // 32 of the request's row of `allow` is that of GLOBAL id i, as grammar engines pack it; the row is whole on every
+    rank of the vocabulary, and each reads its ids' bits. Other rows read nothing."""
+
+    name = "mask_logits"
+    in_place_ok = True
+
+    def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
+        return [(ins[0].dtype, ins[0].names)]
+
+    def check_extents(
+        self, ins: Sequence[Type], attrs: Mapping[str, Any], plan: Plan, sizes: Mapping[str, int]
+    ) -> None:
+        (v, words) = (t.dims[1].name for t in (ins[0], ins[2]))
+        if sizes[words] < words_of(sizes[v]):
+            raise RuleError(
+                "P004", f"mask_logits of {sizes[v]} logits takes {words_of(sizes[v])} words, not {sizes[words]}"
+            )
+
+    def local_attrs(
+        self, ins: Sequence[Type], outs: Sequence[Type], attrs: Mapping[str, Any], at: Local
+    ) -> dict[str, Any]:
+        return {"offset": at.offset(ins[0].dims[1])}
+
+    def reference(self, z: Tensor, params: Tensor, allow: Tensor, *, offset: int) -> Tensor:
+        wanted, slot = int(Flag.VALID | Flag.MASK), params[:, Word.SLOT].long()
+        live = ((params[:, Word.FLAGS] & wanted) == wanted) & (slot >= 0) & (slot < allow.shape[0])
+        ids = torch.arange(offset, offset + z.shape[1], device=z.device)
+        bits = allow[torch.where(live, slot, 0)][:, ids // 32] >> (ids % 32).int() & 1
+        return torch.where(live[:, None] & (bits == 0), float("-inf"), z)
+
+
+def words_of(ids: int) -> int:
+    """i32 words of an allow-mask of so many ids."""
+    return -(-ids // 32)
 
 
 class ShapeLogits(Slotted, _OnBlock):
@@ -263,4 +303,4 @@ class ReportLogprobs(_OnBlock):
         )
 
 
-FILTERS = [ShapeLogits(), Tally(), Narrow(), Sift(), CountToken(), ExpSum(), Pick(), ReportLogprobs()]
+FILTERS = [MaskLogits(), ShapeLogits(), Tally(), Narrow(), Sift(), CountToken(), ExpSum(), Pick(), ReportLogprobs()]

@@ -54,6 +54,7 @@ class Flag(IntFlag):
     LOGPROBS = 8
     FILTERS = 16
     VALID = 32
+    MASK = 64  # only ids that the request's row of the allow-mask has a bit for
 
 
 def philox_gumbel(seed_lo: Tensor, seed_hi: Tensor, position: Tensor, ids: Tensor) -> Tensor:
@@ -137,7 +138,8 @@ class AddGumbel(_OnLogits):
 
 
 class Argmax(Op):
-    """z [S, V] -> token i32[S]: pending by argmax where V is sharded (then a pair (value f32, global id i32) a row)."""
+    """z [S, V] -> token i32[S]: pending by argmax where V is sharded (then a pair (value f32, global id i32) a row). A row with
+    nothing above -inf, all NaN or forbidden, gives -1."""
 
     name = "argmax"
     discrete = True
@@ -161,7 +163,7 @@ class Argmax(Op):
         clean = torch.where(z.isnan(), float("-inf"), z)
         value, index = clean.max(1)
         first = (clean == value[:, None]).int().argmax(1) if z.numel() else index
-        return value, (first + offset).int()
+        return value, torch.where(value > float("-inf"), first + offset, -1).int()
 
 
 class TopK(Op):
@@ -250,7 +252,7 @@ class Sample(Slotted):
 
     State: counts i32[R, V] of output tokens, seen u8[R, V] of prompt tokens, bias f32[R, V], indexed by request slot.
     Log-probabilities are of the raw logits. Order: bias; repetition, presence and frequency penalties; greedy rows stop
-    here; temperature, top-k, top-p, min-p, then Gumbel-max over what is kept. A row without a finite logit gives token 0.
+    here; temperature, top-k, top-p, min-p, then Gumbel-max over what is kept. A row from which nothing can be drawn gives token -1.
     """
 
     name = "sample"
@@ -287,7 +289,7 @@ class Sample(Slotted):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, k = z.shape[0], min(TOP_LOGPROBS, vocab)
         raw = torch.where(z[:, :vocab].isnan(), float("-inf"), z[:, :vocab])
-        tokens = torch.zeros(rows, dtype=torch.int32)
+        tokens = torch.full((rows,), -1, dtype=torch.int32)
         logprobs = torch.zeros(rows, dtype=wide(z).dtype)
         top_ids = torch.full((rows, TOP_LOGPROBS), -1, dtype=torch.int32)
         top_lps = torch.full((rows, TOP_LOGPROBS), NO_LOGPROB, dtype=logprobs.dtype)
@@ -309,7 +311,7 @@ class Sample(Slotted):
                 rep = f(Word.REPETITION)
                 x = torch.where(met, torch.where(x > 0, x / rep, x * rep), x)
                 x = x - f(Word.PRESENCE) * (counts[slot, :vocab] > 0) - f(Word.FREQUENCY) * counts[slot, :vocab]
-            if not torch.isfinite(x).any():
+            if not (x > float("-inf")).any():
                 continue
             if flags & Flag.GREEDY:
                 token = int(x.argmax())

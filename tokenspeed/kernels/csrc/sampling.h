@@ -2,7 +2,7 @@
 // on its row's logits, its parameters and (seed, position, token id) only: noise is a counter-based function of those
 // three, so neither the batch nor the way the vocabulary is sharded nor the thread count changes what is drawn.
 //
-// NaN never wins. A row with nothing above -inf yields its first id (value -inf). Log-probabilities are clamped to
+// NaN never wins. A row with nothing above -inf yields id -1 (value -inf). Log-probabilities are clamped to
 // -9999, so that every reported number is finite.
 #pragma once
 #include "attention.h"
@@ -156,7 +156,7 @@ static void logits(const LogitsArgs& a) {
       if (found[row * segments + i].value > best.value) best = found[row * segments + i];
     }
     if (a.value != nullptr) a.value[row] = best.value;
-    a.index[row] = best.id;
+    a.index[row] = best.value > minus_infinity() ? best.id : -1;
   }
 }
 
@@ -260,7 +260,7 @@ static void sample_row(const SampleArgs& a, int64_t row) {
   if (report) normaliser = row_log_sum(raw, a.vocab, row_max(raw, a.vocab));
   const int64_t wanted = report ? most(0, least(kTopLogprobs, p.top_logprobs)) : 0;
   top_logprobs(raw, a.vocab, wanted, normaliser, top_ids, top_values);
-  a.token[row] = 0;
+  a.token[row] = -1;
   a.logprob[row] = 0.0f;
   if (!valid) return;
 
@@ -282,7 +282,7 @@ static void sample_row(const SampleArgs& a, int64_t row) {
     const bool finite = winner.value > minus_infinity() && winner.value < __builtin_inff();
     if (finite) winner.id = draw_filtered(p, tempered, a.vocab, winner.value);
   }
-  if (!(winner.value > minus_infinity())) return;  // nothing to choose from: token 0, not counted
+  if (!(winner.value > minus_infinity())) return;  // nothing to choose from: token -1, not counted
   a.token[row] = winner.id;
   if (report) a.logprob[row] = logprob_of(raw[winner.id], normaliser);
   if ((p.flags & kPenalties) != 0 && p.slot >= 0 && p.slot < a.rows) a.counts[p.slot * a.ldc + winner.id] += 1;

@@ -1,8 +1,8 @@
 """Sampling on CPU. Invariant: a token depends on its row's logits, its parameters and (seed, position, token id) alone,
 so the batch, the thread count and the sharding of the vocabulary change nothing (Gumbel-max over a counter RNG).
 
-NaN never wins; ties go to the lowest id. A row without anything above -inf: the plain argmax gives its first id and
--inf, the full sampler gives token 0 and counts nothing. Reported log-probabilities are clamped to -9999.
+NaN never wins; ties go to the lowest id. A row without anything above -inf (all NaN, say) gives id -1; the
+full sampler counts nothing then. Reported log-probabilities are clamped to -9999.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def add_gumbel(z: Tensor, params: Tensor, *, offset: int = 0, out: Tensor) -> No
 
 
 def argmax(z: Tensor, *, offset: int = 0, out: tuple[Tensor, Tensor]) -> None:
-    """out = (value f32 [S], global id i32 [S]) of each row's largest logit."""
+    """out = (value f32 [S], global id i32 [S]) of each row's largest logit; (-inf, -1) where there is none."""
     _picked("argmax", z, None, offset, out, False, False)
 
 

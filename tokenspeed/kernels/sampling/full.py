@@ -96,7 +96,7 @@ def sample_row(
     p = words + row * WORDS
     flags = tl.load(p)
     place = tl.arange(0, WIDE)
-    tl.store(token_out + row, 0)
+    tl.store(token_out + row, -1)
     tl.store(logprob_out + row, 0.0)
     tl.store(ids_out + row * TOP + place, tl.full([WIDE], -1, tl.int32), mask=place < TOP)
     tl.store(logprobs_out + row * TOP + place, tl.zeros([WIDE], tl.float32), mask=place < TOP)

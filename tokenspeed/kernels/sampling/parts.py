@@ -44,6 +44,18 @@ def shape_logits(
             torch.div(raw[i], 1.0 if flags & Flag.GREEDY else _real(word), out=x[i])
 
 
+def mask_logits(z: Tensor, params: Tensor, allow: Tensor, *, offset: int, out: Tensor) -> None:
+    """z f32 [S, V], allow i32 [R, words]; out may be z; see the op. On CPU rows without a mask are not looked at."""
+    if z.is_cuda:
+        out.copy_(_REFERENCES["mask_logits"](z, params, allow, offset=offset))
+        return
+    if out.data_ptr() != z.data_ptr():
+        out.copy_(z)
+    wanted = int(Flag.VALID | Flag.MASK)
+    for i in ((params[:, Word.FLAGS] & wanted) == wanted).nonzero().flatten().tolist():
+        out[i : i + 1] = _REFERENCES["mask_logits"](z[i : i + 1], params[i : i + 1], allow, offset=offset)
+
+
 def tally(x: Tensor, params: Tensor, *rest: Tensor, by: str, round: int, out: Tensor) -> None:
     """out i32 [S, 768]; see the op. On CPU only what the prefix and the floor leave is counted."""
     if x.is_cuda:
@@ -130,6 +142,7 @@ def _plain(op: str) -> Callable[..., None]:
 
 def register(registry: Registry) -> None:
     own: dict[str, Callable[..., None]] = {
+        "mask_logits": mask_logits,
         "shape_logits": shape_logits,
         "tally": tally,
         "sift": sift,

@@ -1,7 +1,7 @@
 """Sampling on GPU. Invariant: a token depends on its row's logits, its parameters and (seed, position, token id) alone,
 so the batch, the grid and the sharding of the vocabulary change nothing (Gumbel-max over a counter RNG).
 
-NaN never wins; ties go to the lowest id. A row without anything above -inf gives its first id and -inf. A row is cut
+NaN never wins; ties go to the lowest id. A row without anything above -inf gives -inf and id -1. A row is cut
 into parts; the last part to finish merges them in order and resets the row's counter, so one launch does it all.
 """
 
@@ -129,7 +129,7 @@ def pick(
     at = tl.min(tl.where(best == top, where, 2147483647), axis=0)
     if PARTS == 1:
         tl.store(value_out + row, top)
-        tl.store(index_out + row, at + offset)
+        tl.store(index_out + row, tl.where(top > float("-inf"), at + offset, -1))
     else:
         tl.store(part_value + row * PARTS + part, top)
         tl.store(part_index + row * PARTS + part, at)
@@ -142,7 +142,8 @@ def pick(
             places = tl.load(part_index + row * PARTS + lane, mask=lane < PARTS, other=2147483647, cache_modifier=".cg")
             most = tl.max(values, axis=0)
             tl.store(value_out + row, most)
-            tl.store(index_out + row, tl.min(tl.where(values == most, places, 2147483647), axis=0) + offset)
+            place = tl.min(tl.where(values == most, places, 2147483647), axis=0)
+            tl.store(index_out + row, tl.where(most > float("-inf"), place + offset, -1))
             tl.store(counter + row, 0)
 
 

@@ -20,6 +20,7 @@ from tokenspeed.models.nn.params import (
     full_sample,
     head,
     lookup,
+    mask_logits,
     pick,
     place,
     report_logprobs,
@@ -115,7 +116,7 @@ class FullSampler(Module):
     def forward(self, z: Annotated[Tensor, "s@dp v"], p: Annotated[Tensor, "s@dp p"]) -> tuple[
         Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp top"], Annotated[Tensor, "s@dp top"]
     ]:  # fmt: skip
-        return full_sample(z, p, self.state)
+        return full_sample(mask_logits(z, p, self.state), p, self.state)
 
 
 class ShardedSampler(Module):
@@ -127,7 +128,7 @@ class ShardedSampler(Module):
     def forward(self, z: Annotated[Tensor, "s@dp v@vp"], p: Annotated[Tensor, "s@dp p"]) -> tuple[
         Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp"], Annotated[Tensor, "s@dp top"], Annotated[Tensor, "s@dp top"]
     ]:  # fmt: skip
-        raw, x = shape_logits(z, p, self.state)
+        raw, x = shape_logits(mask_logits(z, p, self.state), p, self.state)
         top = place(row_max(x), "s@dp")
         floor = threshold(x, p, "count")
         x = sift(x, top, p, floor, threshold(x, p, "mass", top, floor))

@@ -152,9 +152,13 @@ class LatentIndex(LatentCache):
         return place(best, f"t@dp {self.dim}")
 
 
+#: the dim of the packed words of an allow-mask
+MASK_WORDS = "words"
+
+
 class SamplingState(Param):
-    """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias; a row a request slot.
-    `vocabulary`: how their columns lie, as the logits do."""
+    """Per-request state of the full sampler: counts of output tokens, prompt tokens seen, logit bias, and a packed allow-mask; a
+    row a request slot. `vocabulary`: how the columns of the first three lie, as the logits do; a mask is whole on every rank."""
 
     def __init__(self, vocabulary: str = "v") -> None:
         self.vocabulary = read_spec(vocabulary)
@@ -276,6 +280,12 @@ def full_sample(z: Any, params: Any, state: SamplingState) -> Any:
 def _state_refs(state: SamplingState) -> list[str]:
     current().frame.params[state.path] = state
     return [f"@{state.path}:{i}" for i in range(3)]
+
+
+def mask_logits(z: Any, params: Any, state: SamplingState) -> Any:
+    """z, -inf at ids that the allow-mask of a request forbids; of requests that have one."""
+    _state_refs(state)
+    return apply("mask_logits", [z, params, f"@{state.path}:3"])
 
 
 def shape_logits(z: Any, params: Any, state: SamplingState) -> Any:
