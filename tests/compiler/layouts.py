@@ -143,8 +143,8 @@ def config(model: str) -> dict[str, Any]:
 
 
 def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
-    """(mesh, axes): dp of every size, the rest in one axis or two, and mlp, vp (ep) on any product of mesh axes; the width
-    of experts whole, or on the axes that ep leaves; a shared expert and the vocabulary beside them on one product after the
+    """(mesh, axes): dp of every size, the rest in one axis or two, which tp or cp takes, or one each; and mlp, vp (ep) on any
+    product of mesh axes; the width of experts whole, or on the axes that ep leaves; a shared expert and the vocabulary beside them on one product after the
     other."""
     count = itertools.count()
     for dp in (d for d in range(1, ranks + 1) if ranks % d == 0):
@@ -156,18 +156,31 @@ def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
             products = ["1"] + ["*".join(p) for k in range(1, len(names) + 1) for p in itertools.permutations(names, k)]
             free = ("mlp", "ep") if model in EXPERTS else ("mlp", "vp")
             free = ("vp", "ep") if model in EXPERTS_ALONE else free
-            tps = ["*".join(n for n, _ in inner) or "1"] + [n for n, _ in inner[:-1]]
+            every = "*".join(n for n, _ in inner) or "1"
+            heads = [(every, "1"), ("1", every)][: len(inner) + 1] + (
+                [("a", "1"), ("a", "b")] if len(inner) > 1 else []
+            )
             mesh = ",".join(([f"dp={dp}"] if dp > 1 else []) + [f"{n}={s}" for n, s in inner])
-            for tp, *maps in itertools.product(tps, *([products] * len(free))):
+            for (tp, cp), *maps in itertools.product(heads, *([products] * len(free))):
                 left = "*".join(n for n in names if n not in maps[1].split("*")) or "1"
                 for etp in dict.fromkeys(("1", left)) if model in EXPERTS else ("",):
-                    used = set("*".join([tp, *maps, etp, "dp"]).split("*"))
+                    used = set("*".join([tp, cp, *maps, etp, "dp"]).split("*"))
                     if set(names) <= used:
                         i = next(count)
                         others = (f"se={products[i % len(products)]}", f"vp={products[i // 2 % len(products)]}")
                         beside = 2 if model in EXPERTS_ALONE else 1 if model == "Qwen3MoeForCausalLM" else 0
                         inside = [f"etp={etp}", *others[beside:]] if etp else []
-                        yield mesh, ",".join([f"tp={tp}", *(f"{a}={m}" for a, m in zip(free, maps)), *inside])
+                        yield (
+                            mesh,
+                            ",".join(
+                                [
+                                    f"tp={tp}",
+                                    *([f"cp={cp}"] if cp != "1" else []),
+                                    *(f"{a}={m}" for a, m in zip(free, maps)),
+                                    *inside,
+                                ]
+                            ),
+                        )
 
 
 #: trials that a process gets at a time: neighbours compare with the same runs on one rank, which each process makes once
