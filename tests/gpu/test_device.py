@@ -204,3 +204,24 @@ def test_memory_is_what_was_planned(model: str, tmp_path: Path) -> None:
     allocated = sizes["allocated"] - before
     planned = sum(v for k, v in sizes.items() if k != "allocated")
     assert abs(allocated - planned) <= 0.01 * planned + (40 << 20), sizes  # cuBLAS keeps a workspace of its own
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prefixes_from_host_memory_and_storage_give_the_same_tokens(model: str, tmp_path: Path, depth: int) -> None:
+    """Pages leave a small cache for the host and come back, within an engine and from storage in the next one."""
+    from tokenspeed import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = _prompts()
+    with _engine(model, tmp_path, "cpu", enable_prefix_caching=False) as engine:
+        want = [list(r.token_ids) for r in engine.generate(input_ids=prompts, sampling_params=params)]
+    options = {"page_size": 16, "num_pages": 24, "overlap_depth": depth, "host_kv_gib": 0.2}
+    options["kv_storage"] = f"file://{tmp_path / 'kv'}?limit=64MiB"
+    for tier in ("host", "storage"):  # the second engine finds what the first one wrote
+        with _engine(model, tmp_path, "cuda", **options) as engine:
+            for turn in range(2):
+                done = engine.generate(input_ids=prompts, sampling_params=params)
+                assert [list(r.token_ids) for r in done] == want, (tier, turn)
+                if (tier, turn) in (("host", 1), ("storage", 0)):
+                    assert sum(getattr(r.usage, f"cached_{tier}") for r in done) > 100
+            engine.control("check")
