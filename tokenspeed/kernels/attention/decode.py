@@ -3,8 +3,8 @@
 Invariant: the parts of a token leave float32 partial results, and the last one to finish merges them in order, whatever
 order they ended in; so results of one shape are the same bits from run to run.
 
-Lengths and pages are ports of the step, which no kernel writes: with dependent launch a program finds its pages, and
-asks for its keys and values, while the kernel before it still runs.
+Lengths and pages are ports of the step, which no kernel writes: with dependent launch a program finds its part while the kernel
+before it still runs. (To ask for its first keys and values then, into L2, measured slower.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed.kernels.attention.softmax import part_of, settled, span
-from tokenspeed.kernels.dependent import await_inputs, prefetch
+from tokenspeed.kernels.dependent import await_inputs
 
 
 @triton.jit
@@ -23,10 +23,9 @@ def decode_part(
     KV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
     EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    TOGETHER: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GROUP query heads a KV head, padded to PACK, in a tile of ROWS rows. TOGETHER parts are merged at once; WIDE >= PARTS.
-    EARLY: bytes of a head's row, where rows are aligned to 16 bytes, else 0."""
+    """GROUP query heads a KV head, padded to PACK, in a tile of ROWS rows. TOGETHER parts are merged at once; WIDE >= PARTS."""
     program = tl.program_id(0)
     head = program % KV
     part = (program // KV) % PARTS
@@ -52,12 +51,6 @@ def decode_part(
     keys = kcache + head.to(tl.int64) * c_head
     values = vcache + head.to(tl.int64) * c_head
     pages = table + request.to(tl.int64) * table_stride
-    if PDL and EARLY > 0:
-        early = tl.minimum(start + tl.arange(0, KEYS), end - 1)
-        slot = tl.load(pages + early // PAGE).to(tl.int64) * PAGE + early % PAGE
-        size = tl.full([KEYS], EARLY, tl.int32)
-        prefetch(keys + slot * c_slot, size)
-        prefetch(values + slot * c_slot, size)
     await_inputs(PDL)
     whole = start + (end - start) // KEYS * KEYS
     queries = tl.load(

@@ -280,7 +280,7 @@ def attend(
         launch(
             decode_part, (t * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
             out, os[0], os[1], partial, stats, counter, n, factor, cap, beside,
-            TOGETHER=max(1, MERGE_ROWS // pack), WIDE=power_of_2(cut.parts), EARLY=_aligned_row(kcache, vcache), **shape,
+            TOGETHER=max(1, MERGE_ROWS // pack), WIDE=power_of_2(cut.parts), **shape,
         )  # fmt: skip
         return
     tile = max(1, cut.rows // pack)
@@ -291,11 +291,3 @@ def attend(
         attend_tile, (count * kv * cut.parts,), q, qs[0], qs[1], kcache, vcache, cs[0], cs[1], pos, row, table, ts[0],
         out, os[0], os[1], partial, stats, counter, tiles, t, n, factor, cap, beside, **shape,
     )  # fmt: skip
-
-
-def _aligned_row(*caches: Tensor) -> int:
-    """Bytes of one head's row of the caches where every row starts and ends on 16 bytes, else 0."""
-    size = caches[0].element_size()
-    parts = [caches[0].shape[2] * size, *(s * size for c in caches for s in c.stride()[:2])]
-    addresses = [c.data_ptr() for c in caches if c.device.type == "cuda"]
-    return parts[0] if all(x % 16 == 0 for x in (*parts, *addresses)) else 0
