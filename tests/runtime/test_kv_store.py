@@ -299,4 +299,5 @@ def test_addresses(text: str, fault: str | None) -> None:
 
 def test_an_address_names_all_it_says() -> None:
     assert parse_address("file:///var/kv?limit=1.5KiB&timeout=2") == Address("file", "/var/kv", 1536, 2.0)
-    assert parse_address("redis://u:p@h:1/2?timeout=3") == Address("redis", "redis://u:p@h:1/2", 0, 3.0)
+    redis = parse_address("redis://u:secret@h:1/2?timeout=3")
+    assert redis == Address("redis", "redis://u:secret@h:1/2", 0, 3.0) and redis.shown == "redis://h:1/2"

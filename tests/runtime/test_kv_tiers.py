@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import tiny_model
+from tokenspeed.runtime import ranks
 from tokenspeed.runtime.checkpoint import DummyCheckpoint, SafetensorsCheckpoint
 from tokenspeed.runtime.kv.file_store import FileStore
 from tokenspeed.runtime.kv.identity import namespace, weights_digest
@@ -230,7 +231,7 @@ def test_a_copy_that_raises_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
 def mesh(tmp_path: Path) -> Iterator[tuple[MeshTiers, list[Rank]]]:
     """Home groups 0, 0, 1: the first rank is the core's own, the others answer on pipes."""
     size = Pages(caches(), PAGES, 1).page_bytes
-    ranks: list[Rank] = []
+    made: list[Rank] = []
     workers: list[Worker] = []
     for home in (0, 1):
         ours, theirs = Pipe(duplex=False)
@@ -240,7 +241,7 @@ def mesh(tmp_path: Path) -> Iterator[tuple[MeshTiers, list[Rank]]]:
             pipe.send((ticket, pages, rank.tiers.totals()))
 
         rank.tiers._report = report
-        ranks.append(rank)
+        made.append(rank)
         workers.append(Worker(home, rank.tiers.start, ours))
     own = Rank(FileStore(tmp_path, b"o" * 16, size, 1 << 20))
 
@@ -248,8 +249,8 @@ def mesh(tmp_path: Path) -> Iterator[tuple[MeshTiers, list[Rank]]]:
         own.tiers._report = report
         return own.tiers
 
-    yield MeshTiers(start_own, 0, workers), [own, *ranks]
-    for rank in (own, *ranks):
+    yield MeshTiers(start_own, 0, workers), [own, *made]
+    for rank in (own, *made):
         rank.tiers.close()
 
 
@@ -276,6 +277,26 @@ def test_a_transfer_is_answered_when_all_its_ranks_have_with_the_fewest_pages(
     tiers.start(transfers(order(5, "prefetch", [], [1, 2, 3])))
     assert answers(tiers, 1) == [(5, 1)]
     assert tiers.totals()["hits"] == 4 and tiers.answered() == []
+
+
+def test_a_worker_goes_on_while_nobody_reads_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core reads between steps; a step that waits for a copy must not wait for the core."""
+    ours, theirs = Pipe(duplex=False)
+    rank = Rank()
+
+    def start(config: object, executor: object, report: Callable[[int, int], None]) -> RankTiers:
+        rank.tiers._report = report
+        return rank.tiers
+
+    monkeypatch.setattr(ranks, "rank_tiers", start)
+    ranks._answering(None, None, theirs)  # pyright: ignore[reportArgumentType]
+    rank.tiers.start([order(i, "write_back", [1], [1]) for i in range(5000)])  # more than a pipe holds
+    rank.tiers.start([order(5000, "load_back", [2], [1])])
+    waiting = threading.Thread(target=rank.tiers.wait, args=([5000],), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive() and content(rank.caches, 2) == content(rank.caches, 1)
+    assert [ours.recv()[0] for _ in range(5001)] == list(range(5001))
 
 
 # ---- whose pages -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import os
 import pickle
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.executor import Executor, RankConfig, StateOp, Step, StepResult, make_executor, open_artifact
 from tokenspeed.runtime.kv.mesh import MeshTiers, Worker
 from tokenspeed.runtime.kv.start import rank_tiers
+from tokenspeed.runtime.kv.tiers import Lane
 from tokenspeed.runtime.kv.transfers import Order
 from tokenspeed.runtime.progress import Progress, silent
 
@@ -303,14 +303,15 @@ def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_byte
 
 
 def _answering(config: RankConfig, executor: Executor, answers: Connection) -> None:
-    """Starts a worker's tiers, which answer on its pipe from whatever thread ends an order."""
-    lock = threading.Lock()
+    """Starts a worker's tiers, which answer on its pipe. A thread sends the answers: the pipe is full while the core waits for
+    a step, and the step may wait for a copy."""
+    sender = Lane("kv-answers", 1)
 
-    def report(ticket: int, pages: int) -> None:
-        with lock, contextlib.suppress(OSError):  # the core has gone: nobody waits
+    def send(ticket: int, pages: int) -> None:
+        with contextlib.suppress(OSError):  # the core has gone: nobody waits
             answers.send((ticket, pages, tiers.totals()))
 
-    tiers = rank_tiers(config, executor, report)
+    tiers = rank_tiers(config, executor, lambda ticket, pages: sender.put(lambda: send(ticket, pages)))
 
 
 def _leave_group() -> None:

@@ -35,13 +35,13 @@ class RankTiers:
     def __init__(self, pages: Pages, store: Store | None, timeout: float, report: Report) -> None:
         self.pages, self.store = pages, store
         self._report, self._timeout = report, timeout
-        self._copies = _Lane("copies", 1)
+        self._copies = Lane("copies", 1)
         self._last_copy: _Copy | None = None
         self._loads: dict[int, _Copy] = {}  # load_backs under way
         self._reads, self._writes, self._watch = (
-            _Lane("kv-reads", READERS),
-            _Lane("kv-writes", WRITERS),
-            _Lane("kv-watch", 1),
+            Lane("kv-reads", READERS),
+            Lane("kv-writes", WRITERS),
+            Lane("kv-watch", 1),
         )
         self._fault: BaseException | None = None
 
@@ -211,7 +211,7 @@ class _StorageJob:
             self.finish()
 
 
-class _Lane:
+class Lane:
     """Daemon threads that do calls in the order given: one that hangs in a dead file system does not keep the process."""
 
     def __init__(self, name: str, threads: int) -> None:
