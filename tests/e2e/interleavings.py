@@ -187,6 +187,7 @@ def _spoil(path: Path, rng: random.Random) -> None:
 
 def _at_rest(loop: EngineLoop) -> dict[str, int]:
     deadline = time.monotonic() + 30
+    loop._transfer()
     while loop.scheduler.snapshot() or loop._transferring() or loop.flying:
         assert time.monotonic() < deadline, loop.scheduler.snapshot()
         loop._transferred()
@@ -210,6 +211,7 @@ def _page_scale(model: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--model", default="", help="smollm2, or a random model where none is given")
     args = parser.parse_args()
     began, totals = time.perf_counter(), defaultdict(int)
@@ -217,7 +219,7 @@ def main() -> None:
         model = args.model or str(tiny_model(Path(folder) / "tiny"))
         work = sessions(10_000 if args.model else VOCAB)
         want = expected(model, work)
-        for seed in range(args.seeds):
+        for seed in range(args.first, args.first + args.seeds):
             try:
                 for name, value in interleave(model, work, want, seed).items():
                     totals[name] += value
