@@ -160,12 +160,15 @@ def test_a_pool_too_small_for_what_runs(model: Path, want: list[list[int]]) -> N
         assert settled(engine)["stats"]["load_back_pages"] > 0
 
 
-def test_a_host_tier_of_a_few_pages(model: Path, want: list[list[int]], tmp_path: Path) -> None:
+def test_a_host_tier_of_a_few_pages(
+    model: Path, want: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = OPTIONS | {"host_kv_gib": 9 * 8192 / 2**30, "kv_storage": address(tmp_path)}
     with Engine(model=str(model), core="inproc", **options) as engine:
         for _ in range(3):
             assert tokens(serve(engine, prompts())) == want
         stats = settled(engine)["stats"]
+    assert "holds 9 pages, no more than the device's 16" in caplog.text
     assert stats["host_pages_total"] == 9 and stats["host_evicted_pages"] > 0
 
 

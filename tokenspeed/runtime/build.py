@@ -86,6 +86,11 @@ def build_engine(config: EngineConfig) -> Built:
     pages = config.num_pages or _pages(config, token_bytes / shared, room, states, useful)
     pages += -pages % shared
     host_pages = _host_pages(config, ranks, token_bytes, state_bytes, shared)
+    if 0 < host_pages <= pages:
+        log.warning(
+            "host_kv_gib=%g holds %d pages, no more than the device's %d: copies of what runs fill it, and little else is "
+            "found there; give it clearly more", config.host_kv_gib, host_pages, pages,
+        )  # fmt: skip
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
