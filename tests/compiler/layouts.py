@@ -144,8 +144,8 @@ def config(model: str) -> dict[str, Any]:
 
 def layouts(ranks: int, model: str) -> Iterator[tuple[str, str]]:
     """(mesh, axes): dp of every size, the rest in one axis or two, which tp or cp takes, or one each; and mlp, vp (ep) on any
-    product of mesh axes; the width of experts whole, or on the axes that ep leaves; a shared expert and the vocabulary beside them on one product after the
-    other."""
+    product of mesh axes; the width of experts whole, or on the axes that ep leaves; a shared expert and the vocabulary beside
+    them on one product after the other."""
     count = itertools.count()
     for dp in (d for d in range(1, ranks + 1) if ranks % d == 0):
         rest = ranks // dp

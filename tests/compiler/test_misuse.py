@@ -10,7 +10,7 @@ from tests.compiler.layouts import config
 from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.fuzz import compile_source
 from tokenspeed.compiler.passes.pipeline import Request, Result, run_passes
-from tokenspeed.ir.errors import TokenSpeedError
+from tokenspeed.ir.errors import PlanError, TokenSpeedError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
 from tokenspeed.models.nn import Config
 from tokenspeed.runtime.compiling import load_class
@@ -153,3 +153,15 @@ class Root(Module):
         TokenSpeedError, match=r"P030 no legal placement(.|\n)*wanted : t@tp h \+\?(.|\n)*too few to be cut"
     ):
         compile_source(source, "dp=2,tp=2", "", (1, 1), load_costs("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("cp=tp", r"cp and tp both lie on mesh axis 'tp', and mlp=cp\*tp \(its default\) would use it"),
+        ("ep=tp*tp", r"tp lies twice on mesh axis 'tp', and ep=tp\*tp would use it"),
+    ],
+)
+def test_a_product_that_uses_a_mesh_axis_twice_names_what_lies_on_it(axes: str, words: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s)^P031 .*{words} twice.*fix 1: give .* mesh axes of their own"):
+        make_plan(parse_mesh("tp=2"), axes)

@@ -31,7 +31,12 @@ def test_the_list_has_every_kernel_and_what_was_verified_of_it(
 
     assert verified() == set()
     assert main(["kernels", "verify", *cache]) == 0
-    assert "kernels compute what their references do" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kernels compute what their references do" in said
+    assert "elsewhere gloo.all_reduce: works between processes" in said
+    assert "elsewhere cpu.linear_int8: takes weights in blocks only" in said
+    assert main(["kernels", "list", *cache]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["FAMILY/MODE", "SOLUTION"]
     assert {"cpu.silu", "cpu.add"} <= verified()
     record = tmp_path / "cache" / "verified-kernels.json"
     held = json.loads(record.read_text())

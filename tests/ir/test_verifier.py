@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.compiler.sim import compile_tiny, tiny
-from tokenspeed.ir.errors import VerifyError
+from tokenspeed.ir.errors import RuleError, VerifyError
 from tokenspeed.ir.graph import Program
+from tokenspeed.ir.ops import OPS
+from tokenspeed.ir.rulecheck_forms import FORMS, Form
 from tokenspeed.ir.text import parse_program, print_program
+from tokenspeed.ir.types import Dim, Type
 from tokenspeed.ir.verifier import verify
+
+#: ops that take either kind of number
+EITHER = {"select_rows", "cross"}
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +153,23 @@ def test_a_collective_for_nobody_is_refused(text: str) -> None:
     lines = untyped(text).splitlines()
     i = next(i for i, x in enumerate(lines) if x.startswith(line))
     refuse("\n".join([*lines[:i], spare, *lines[i:]]) + "\n", "V10")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_an_operand_of_the_other_kind_of_number_is_refused(form: Form) -> None:
+    """Ids in the place of numbers, or numbers in that of ids, of every op that does not take both."""
+    op, types = OPS[form.op], [Type(o.dtype, tuple(map(Dim, o.dims))) for o in form.operands]
+    op.check_integers(types)
+    if op.which_integers(len(types)) is None:
+        assert form.op in EITHER
+        return
+    for i, t in enumerate(types):
+        other = replace(t, dtype="f32" if t.dtype == "i32" else "i32")
+        with pytest.raises(RuleError, match=f"as operand {i + 1}"):
+            op.check_integers([*types[:i], other, *types[i + 1 :]])
+
+
+def test_a_collective_that_names_no_attribute_of_its_own_is_told_so(text: str) -> None:
+    bare = re.sub(r"(= all_reduce %\S+) \{axes=[^}]*\}", r"\1 {kind='sum'}", untyped(text), count=1)
+    with pytest.raises(VerifyError, match=r"all_reduce .*: no attribute 'axes'; it says kind"):
+        parse_program(bare)

@@ -80,11 +80,11 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"kernels": rows}, indent=1))
         return 0
+    line = "{:34} {:10} {:18} {:9} {}"
+    print(line.format("FAMILY/MODE", "SOLUTION", "TARGETS", "VERIFIED", "NAME"))
     for r in rows:
         mark = "verified" if r["verified"] else ""
-        print(
-            f"{r['family'] + '/' + r['mode']:34} {r['solution']:10} {', '.join(r['targets']):18} {mark:9} {r['name']}"
-        )
+        print(line.format(f"{r['family']}/{r['mode']}", r["solution"], ", ".join(r["targets"]), mark, r["name"]))
     return 0
 
 
@@ -151,7 +151,7 @@ def _number(flag: str, name: str, value: str) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from tokenspeed.compiler.rulecheck_kernels import check
+    from tokenspeed.compiler.rulecheck_kernels import check, elsewhere
     from tokenspeed.kernels.registry import default_registry
 
     path = _writable("--cache", Path(args.cache).expanduser() / RECORD)
@@ -165,6 +165,8 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         for name in good:
             print(f"verified  {name}")
+        for name, why in sorted(elsewhere(report.kernels).items()):
+            print(f"elsewhere {name}: {why}")
         for line in report.unsound:
             print(f"WRONG     {line}")
         print(f"{len(good)} kernels compute what their references do, on {report.rules} placements; kept in {path}")

@@ -166,6 +166,21 @@ def check(jobs: int = 1) -> Report:
     return report
 
 
+def elsewhere(checked: set[str]) -> dict[str, str]:
+    """This machine's CPU kernels that are not among the `checked`, and which tests see to them."""
+    out: dict[str, str] = {}
+    for spec in default_registry():
+        if spec.name in checked or spec.solution == "reference" or spec.capability.device != "cpu":
+            continue
+        if spec.family == "comm":
+            out[spec.name] = "works between processes: tests/kernels/test_comm.py"
+        elif spec.op == "linear":
+            out[spec.name] = "takes weights in blocks only: tests/kernels/test_linear.py"
+        else:
+            out[spec.name] = "stands for no op of a program alone: tests/kernels/test_sampling.py"
+    return out
+
+
 def check_chain(spec: KernelSpec, report: Report) -> None:
     """A kernel of a chain beside the chain, on the blocks of 1, 2 and 3 ranks. LookupError where the chain has no operands
     here yet, so that none goes unchecked."""

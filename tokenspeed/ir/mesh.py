@@ -252,8 +252,9 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
         if name in seen:
             raise PlanError("P034", f"--axes: {' -> '.join((*seen, name))} goes in a circle")
         out: list[str] = []
+        takes: dict[str, Axes] = {}  # mesh axes of each term
         for term in expr[name].split("*"):
-            term = term.strip()
+            term, before = term.strip(), len(out)
             if term == "1" or (term in mesh.alone and term not in expr):
                 continue
             if term in names and (term == name or term not in given):
@@ -265,8 +266,17 @@ def make_plan(mesh: Mesh, axes: str = "") -> Plan:
                     "P034",
                     f"--axes: {name}={expr[name]} names {term!r}, which is no axis of the mesh ({list(mesh.names)})",
                 )
+            takes[term] = tuple(out[before:])
         if len(set(out)) != len(out):
-            raise PlanError("P031", f"--axes: {name}={expr[name]} uses a mesh axis twice: {out}")
+            twice = next(a for a in out if out.count(a) > 1)
+            both = [t for t, axes in takes.items() if twice in axes]
+            default = "" if name in given else " (its default)"
+            raise PlanError(
+                "P031",
+                f"--axes: {' and '.join(both)} {'both lie' if len(both) == 2 else 'lies twice'} on mesh axis {twice!r}, and "
+                f"{name}={expr[name]}{default} would use it twice\n"
+                f"  fix 1: give {' and '.join(both)} mesh axes of their own (--mesh, --axes)\n  fix 2: say what {name} is (--axes)",
+            )
         logical[name] = tuple(out)
         return logical[name]
 

@@ -289,7 +289,10 @@ def infer_node(
     except RuleError as e:
         code = e.code if e.code.startswith("V") else "V1"
         raise VerifyError(code, f"{node.op} {', '.join(node.inputs)}: {e.reason}") from None
-    except (KeyError, StopIteration, ValueError, TypeError, IndexError, AttributeError) as e:
+    except KeyError as e:
+        said = f"it says {', '.join(sorted(node.attrs)) or 'none'}"
+        raise VerifyError("V1", f"{node.op} {', '.join(node.inputs)}: no attribute {e.args[0]!r}; {said}") from None
+    except (StopIteration, ValueError, TypeError, IndexError, AttributeError) as e:
         raise VerifyError(
-            "V1", f"{node.op} {', '.join(node.inputs)}: operands or attributes it does not take: {e!r}"
+            "V1", f"{node.op} {', '.join(node.inputs)}: operands or attributes it does not take ({e})"
         ) from None

@@ -46,6 +46,7 @@ class Append(Op):
     """k, v [T, KV, D], slot i32[T -> slots], cache k, cache v [slots, KV, D]; writes the caches, returns nothing."""
 
     name = "append"
+    integers = (2,)
     writes_cache = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:

@@ -62,10 +62,15 @@ class Op:
     def check_integers(self, ins: Sequence[Type]) -> None:
         """RuleError where an operand is i32 that should not be, or the reverse. Of a finished program: before, an author's
         arguments have no dtypes."""
-        for i, t in enumerate(ins if self.integers is not None else ()):
-            if (t.dtype == "i32") != (i in (self.integers or ())):
-                wanted = "i32" if i in (self.integers or ()) else "numbers that are no i32"
+        integers = self.which_integers(len(ins))
+        for i, t in enumerate(ins if integers is not None else ()):
+            if (t.dtype == "i32") != (i in (integers or ())):
+                wanted = "i32" if i in (integers or ()) else "numbers that are no i32"
                 raise RuleError("P004", f"{self.name} takes {wanted} as operand {i + 1}, not {t}")
+
+    def which_integers(self, count: int) -> tuple[int, ...] | None:
+        """`integers` of so many operands."""
+        return self.integers
 
     def reference(self, *ins: Tensor, **attrs: Any) -> Any:
         raise TypeError(f"{self.name} has no reference")

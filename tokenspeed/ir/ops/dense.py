@@ -207,6 +207,7 @@ class AddRmsNorm(Op):
     """x, y [rows, D], w [D] -> (x + y, rms_norm(x + y, w)): the fused form of a residual add and the norm behind it."""
 
     name = "add_rms_norm"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [(ins[0].dtype, ins[0].names), (ins[0].dtype, ins[0].names)]
@@ -227,6 +228,7 @@ class SquareSum(Op):
     """
 
     name = "square_sum"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         if len({x.names[0] for x in ins}) > 1:
@@ -265,6 +267,7 @@ class RmsScale(Op):
     the sums of their squares. N D counts all heads, and no padding; rounded as rms_norm is."""
 
     name = "rms_scale"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -330,6 +333,7 @@ class Reduce(Op):
     """x [.., D] -> [..]: the sum, maximum or minimum over the last dim (attr `kind`); pending by it where D is sharded."""
 
     name = "reduce"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         if attrs["kind"] not in ("sum", "max", "min") or len(ins[0].dims) < 2:

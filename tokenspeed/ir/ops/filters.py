@@ -65,6 +65,7 @@ class MaskLogits(Slotted, _OnBlock):
     rank of the vocabulary, and each reads its ids' bits. Other rows read nothing."""
 
     name = "mask_logits"
+    integers = (1, 2)
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -102,6 +103,7 @@ class ShapeLogits(Slotted, _OnBlock):
     penalised, divided by its temperature. Ids beyond the vocabulary are -inf in both, all of a row that is not valid in the latter."""
 
     name = "shape_logits"
+    integers = (1, 2)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [(ins[0].dtype, ins[0].names)] * 2
@@ -151,6 +153,9 @@ class Tally(_OnBlock):
             )
         return [("i32", (ins[0].names[0], "digit"))]
 
+    def which_integers(self, count: int) -> tuple[int, ...]:
+        return {2: (1,), 3: (1, 2), 4: (1, 3), 5: (1, 3, 4)}.get(count, ())
+
     def reference(self, x: Tensor, params: Tensor, *rest: Tensor, by: str, round: int) -> Tensor:
         bits, shift = ordered(x), 8 * (ROUNDS - 1 - round)
         inside = filtered(params)[:, None].expand_as(bits)
@@ -174,6 +179,7 @@ class Narrow(_OnBlock):
     three one digit further: the lowest digit above which less than that amount lies."""
 
     name = "narrow"
+    integers = (0, 1, 2, 3)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [("i32", ins[0].names[:1])] * 3
@@ -206,6 +212,7 @@ class Sift(_OnBlock):
     """x [s, v] with -inf where it is below the floor or the cut [s], or less likely than min-p times the best."""
 
     name = "sift"
+    integers = (2, 3, 4)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [(ins[0].dtype, ins[0].names)]
@@ -221,6 +228,7 @@ class CountToken(Slotted, _OnBlock):
     """Adds the token [s] of each row that has penalties to counts [r, v], if anything could be drawn: its top [s] is above -inf."""
 
     name = "count_token"
+    integers = (0, 2, 3)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return []
@@ -243,6 +251,7 @@ class ExpSum(_OnBlock):
     """z [s, v], its maximum [s] -> the sum of e^(z - maximum) [s]."""
 
     name = "exp_sum"
+    integers = ()
     over = "P"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -257,6 +266,7 @@ class Pick(_OnBlock):
     """z [s, v] at global ids i32 [s] or [s, top] -> the values there; -inf of an id in another block."""
 
     name = "pick"
+    integers = (1,)
     over = "P:max"
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -278,6 +288,7 @@ class ReportLogprobs(_OnBlock):
     from, params -> log-probability [s], ids [s, top] and their log-probabilities, as many as the row asks for."""
 
     name = "report_logprobs"
+    integers = (2, 6)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [("f32", ins[0].names), ("i32", ins[2].names), ("f32", ins[1].names)]

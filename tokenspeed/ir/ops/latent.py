@@ -74,6 +74,9 @@ class AppendLatent(Append):
 
     name = "append_latent"
 
+    def which_integers(self, count: int) -> tuple[int, ...]:
+        return (count // 2,)
+
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         values, slot, caches = _parts(ins)
         _index(self.name, slot, "its slots", caches[0].names[0])

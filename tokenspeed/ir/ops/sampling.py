@@ -87,6 +87,7 @@ def is_greedy(params: Tensor) -> Tensor:
 class _OnLogits(Op):
     """Elementwise on logits z [S, V] with params [S, P]: rows may be sharded on both, the vocabulary on z alone."""
 
+    integers = (1,)
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -142,6 +143,7 @@ class Argmax(Op):
     nothing above -inf, all NaN or forbidden, gives -1."""
 
     name = "argmax"
+    integers = ()
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -174,6 +176,7 @@ class TopK(Op):
     """
 
     name = "topk"
+    integers = ()
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -213,6 +216,7 @@ class Fill(Op):
     """z [S, V] with the padding of V set to `value`."""
 
     name = "fill"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
@@ -256,6 +260,7 @@ class Sample(Slotted):
     """
 
     name = "sample"
+    integers = (1, 2)
     discrete = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:

@@ -86,6 +86,7 @@ class CausalConv(_Scan):
     """
 
     name = "causal_conv"
+    integers = (3, 4, 5)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, w, past, pos, row, _ = ins
@@ -131,6 +132,7 @@ class DeltaRule(_Scan):
     """
 
     name = "delta_rule"
+    integers = (6, 7, 8)
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         q, k, v, decay, beta, memory, pos, row, _ = ins
@@ -190,6 +192,7 @@ class Decay(Op):
     """x [T, HV], a [HV], dt [HV] -> f32 [T, HV]: -exp(a) softplus(x + dt), the logarithm of what a head keeps."""
 
     name = "decay"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         x, a, dt = ins
@@ -208,6 +211,7 @@ class L2Norm(Op):
     """x [T, *, D] -> f32, x * rsqrt(sum(x^2) + eps) over the last dim."""
 
     name = "l2_norm"
+    integers = ()
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
         return [("f32", ins[0].names)]
@@ -224,6 +228,7 @@ class GatedRmsNorm(Op):
     """x, z [T, *, D], w [D] -> rms_norm(x) * silu(z): the norm is rounded to x's dtype and weighed before the gate."""
 
     name = "gated_rms_norm"
+    integers = ()
     in_place_ok = True
 
     def shape(self, ins: Sequence[Type], attrs: Mapping[str, Any]) -> list[OutSpec]:
