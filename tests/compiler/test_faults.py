@@ -197,7 +197,7 @@ def outcome(family: type[Module], config: dict[str, Any], mesh: str, axes: str =
     r = run_passes(
         Request(family, Config(config), plan, [(1, 1), (2, 2), (tokens, 2)], "f32", "f32", load_costs("cpu"), variants=("gumbel",))
     )  # fmt: skip
-    return layouts.outcome(r, layouts.work(1, tokens, False), tokens)[0]
+    return layouts.Bench(r).outcome(layouts.work(1, tokens, False), tokens)[0]
 
 
 def test_a_shared_expert_that_is_whole_is_counted_once() -> None:  # vllm#49122
