@@ -379,8 +379,23 @@ def verify_sampling(run: Run) -> None:
         run.verify(f"temper {where}", lambda z=z, params=params: checked("temper", z, params, exact=True))
         run.verify(f"add_gumbel {where}", lambda: _noise(min(rows, 16), v, 5))
         run.verify(f"argmax {where}", lambda a=(rows, v): _argmax(*a))
+        run.verify(f"mask_logits {where}", lambda z=z, params=params: _mask(z, params))
         if v > 9:
             run.verify(f"gumbel_argmax {where}", lambda a=(rows, v): _fused_pick(*a))
+
+
+def _mask(z: Tensor, params: Tensor) -> float:
+    """Rows with and without a mask, apart and in place."""
+    rows, v = z.shape
+    words = params.clone()
+    words[:, 0] = torch.tensor([96, 32, 97])[torch.arange(rows) % 3]
+    words[:, 12] = torch.randperm(rows)
+    allow = ints(torch.randint(-(2**31), 2**31, (rows, -(-(v + 37) // 32))))
+    want, apart, own = reference("mask_logits", z, words, allow, offset=37), poisoned(rows, v, dtype=F32), z.clone()
+    for x, out in ((z, apart), (own, own)):
+        K.get("triton.mask_logits").fn(x, words, allow, offset=37, out=out)
+        assert torch.equal(out, want), "another id is allowed"
+    return 0.0
 
 
 def verify_large(run: Run) -> None:

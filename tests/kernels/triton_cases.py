@@ -292,6 +292,23 @@ def test_temper_and_noise() -> None:
         assert torch.equal(got[1], z[1])
 
 
+def test_allow_masks() -> None:
+    """Rows with a mask, without, not valid and of no slot; blocks of ids that begin anywhere; in place, others untouched."""
+    for v, offset in ((1, 0), (31, 0), (4100, 0), (70, 2075), (2049, 33)):
+        z = torch.randn(5, v) * 5
+        z[0, 0] = float("nan")
+        words = params(*((flags, 0, 0, 0, 1.0) for flags in (96, 32, 64, 97, 96)))
+        words[:, 12] = ints(3, 1, 2, 0, 9)
+        allow = torch.randint(-(2**31), 2**31, (4, (offset + v + 31) // 32), dtype=torch.int32)
+        want = REFERENCES["mask_logits"](z, words, allow, offset=offset)
+        apart = run("mask_logits", strided(z), words, allow, offset=offset)
+        K.get("triton.mask_logits").fn(z, words, allow, offset=offset, out=z)
+        for got in (apart, z):
+            assert torch.equal(got.nan_to_num(7, posinf=8, neginf=9), want.nan_to_num(7, posinf=8, neginf=9))
+    with pytest.raises(ValueError, match="mask_logits"):
+        K.get("triton.mask_logits").fn(torch.randn(5, 40), words, allow[:, :1], offset=0, out=torch.empty(5, 40))
+
+
 @triton.jit
 def probe(source, out, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)

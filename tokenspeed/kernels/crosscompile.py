@@ -36,7 +36,7 @@ from tokenspeed.kernels.pages import triton as pages
 from tokenspeed.kernels.pointwise import triton as pointwise
 from tokenspeed.kernels.rope import triton as rope
 from tokenspeed.kernels.rows import triton as rows
-from tokenspeed.kernels.sampling import full
+from tokenspeed.kernels.sampling import full, mask
 from tokenspeed.kernels.sampling import triton as sampling
 from tokenspeed.kernels.step import triton as step
 
@@ -200,6 +200,7 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
     yield "fill", lambda: rows.fill(z, start=model.vocab - 100, value=float("-inf"), out=z)
     yield "temper", lambda: sampling.temper(z, params, out=z)
     yield "add_gumbel", lambda: sampling.add_gumbel(z, params, out=z)
+    yield "mask_logits", lambda: mask.mask_logits(z, params, new(256, 4748, dtype=i32), offset=0, out=z)
     yield "argmax", lambda: sampling.argmax(z, out=picked)
     yield "gumbel_argmax", lambda: sampling.gumbel_argmax(z, params, out=picked)
     states = (

@@ -51,8 +51,9 @@ TRITON: dict[str, tuple[str, tuple[str, ...]]] = {
     "argmax": ("sampling.triton", ()),
     "gumbel_argmax": ("sampling.triton", ()),
     "sample": ("sampling.full", ("sampling.triton",)),
+    "mask_logits": ("sampling.mask", ("sampling.triton",)),
 }
-F32_ONLY = frozenset({"temper", "add_gumbel", "argmax", "gumbel_argmax", "sample"})
+F32_ONLY = frozenset({"temper", "add_gumbel", "argmax", "gumbel_argmax", "sample", "mask_logits"})
 
 
 def late(module: str, name: str) -> Callable[..., None]:
