@@ -157,6 +157,7 @@ class Scheduler {
   enum class Copy { kStarted, kLater, kNothing };
   void StartFetches();
   bool StartFetch(Request& request);
+  static void MakeHostRoom(HomeGroup& group, int pages) noexcept;
   void StartWriteBacks(int index);
   Copy StartWriteBack(int index, Request& request, std::span<const PageId> pages, NodeRef& host);
   void StartBackup(int index, Ticket&& written, int pages, Transfer&& transfer) noexcept;

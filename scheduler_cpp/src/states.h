@@ -36,10 +36,12 @@ struct Run {
   std::optional<Ticket> load = {};        // fills the pages behind the committed ones from the host
   std::optional<Ticket> write_back = {};  // copies committed pages to the host
   bool unwritable = false;                // a write-back failed; none is tried again
+  bool released = false;                  // its copy on the host made room for others; none is made while it runs
 
   // Whether a step or a load still touches pages that only this object owns.
   bool touched() const noexcept { return in_flight > 0 || load; }
   bool busy() const noexcept { return touched() || write_back; }
+  bool busy_on_host() const noexcept { return load || write_back; }
   // Committed pages that could be copied to the host.
   int uncopied() const noexcept { return host.cache() == nullptr || unwritable ? 0 : kv.committed() - host.depth(); }
   // They. Precondition: uncopied() > 0.

@@ -12,6 +12,12 @@ namespace {
 
 constexpr int kFirstFetch = 8;  // pages asked of storage at first; each answer in full doubles them
 
+// Whether a running request holds pages on the host that no transfer is about.
+bool HasCopyToSpare(const Request* request) noexcept {
+  const Run& run = *RunOf(request->state);
+  return !run.busy_on_host() && run.host.depth() > 0;
+}
+
 template <class T>
 void ReserveOneMore(std::vector<T>& list) {
   if (list.size() == list.capacity()) list.reserve(2 * list.size() + 4);
@@ -61,8 +67,13 @@ Ticket Scheduler::MakeLoad(int index, const Request& request, std::span<const Pa
 
 void Scheduler::StartFetches() {
   if (!config_.storage) return;
+  // Without room nothing is looked up: what waits may find it later.
+  auto has_room = [](const auto& group) {
+    return group->host_available() > 0 || std::ranges::any_of(group->running, HasCopyToSpare);
+  };
   int seen = 0;
-  for (auto at = waiting_.begin(); at != waiting_.end() && seen < config_.max_requests; ++seen) {
+  for (auto at = waiting_.begin();
+       at != waiting_.end() && seen < config_.max_requests && std::ranges::any_of(groups_, has_room); ++seen) {
     Request& request = *at->second;
     ++at;  // a fetch takes the entry out of the queue
     if (auto* submitted = std::get_if<Submitted>(&request.state)) {
@@ -103,8 +114,10 @@ bool Scheduler::StartFetch(Request& request) {
   ReserveTransfer();
   NodeRef host = group.host_cache.Pin(path.empty() ? kNoPage : path.back());
   const int before = fetched == nullptr ? 0 : fetched->stored.end - fetched->stored.first;
-  const int wanted = std::max({config_.storage_min_pages, kFirstFetch, 2 * before});
-  const int pages = std::min({static_cast<int>(keys.size()) - on_host, wanted, group.host_available()});
+  const int most = std::max({config_.storage_min_pages, kFirstFetch, 2 * before});
+  const int wanted = std::min(static_cast<int>(keys.size()) - on_host, most);
+  MakeHostRoom(group, wanted);
+  const int pages = std::min(wanted, group.host_available());
   if (pages == 0) return false;
   const auto count = static_cast<std::size_t>(pages);
   const auto named = keys.subspan(static_cast<std::size_t>(on_host), count);
@@ -120,6 +133,16 @@ bool Scheduler::StartFetch(Request& request) {
   Register(ticket, &request, std::move(transfer));
   Send(request, event::Fetch{std::move(ticket)});
   return true;
+}
+
+// Lets go of the host's copies of what runs, newest first: the device has those pages.
+void Scheduler::MakeHostRoom(HomeGroup& group, int pages) noexcept {
+  for (auto at = group.running.rbegin(); at != group.running.rend() && group.host_available() < pages; ++at) {
+    if (!HasCopyToSpare(*at)) continue;
+    Run& run = *RunOf((*at)->state);
+    run.host = NodeRef(group.host_cache);
+    run.released = true;
+  }
 }
 
 // ---- Device to host ------------------------------------------------------------------------------------------------
@@ -144,7 +167,7 @@ void Scheduler::StartWriteBacks(int index) {
   }
   for (Request* request : group.running) {
     Run& run = *RunOf(request->state);
-    if (run.uncopied() >= config_.write_back_pages && !run.write_back && group.host_available() > 0)
+    if (run.uncopied() >= config_.write_back_pages && !run.write_back && !run.released && group.host_available() > 0)
       StartWriteBack(index, *request, run.uncopied_pages(), run.host);
   }
 }

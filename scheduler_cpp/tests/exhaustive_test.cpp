@@ -31,7 +31,8 @@ struct Fingerprint {
         for (int i = tokens->prompt(); i < tokens->size(); ++i) put((*tokens)[i]);
       if (const Run* run = RunOf(request->state))
         put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
-            run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest, run->host.depth(), run->unwritable);
+            run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest, run->host.depth(), run->unwritable,
+            run->released);
       if (const auto* s = std::get_if<Submitted>(&request->state)) put(s->looked_up);
       if (const auto* s = std::get_if<Prefetching>(&request->state)) put(s->stored.first, s->stored.end);
       if (const auto* s = std::get_if<PrefetchDone>(&request->state))

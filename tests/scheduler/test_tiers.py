@@ -109,6 +109,24 @@ def test_a_short_miss_is_not_asked_of_storage() -> None:
     e.drain()
 
 
+def test_a_fetch_takes_the_room_of_copies_of_what_runs() -> None:
+    storage: dict[bytes, Page] = {}
+    sizes = {"num_pages": 40, "host_pages": 8, "max_seq_len": 40}
+    turn(engine(storage, **sizes), 0, LONG[:9])
+    e = engine(storage, **sizes)
+    e.add(1, [5] * 17, 12)  # its eight copies fill the host
+    for _ in range(6):
+        e.step()
+    assert e.scheduler.stats()["host_pages_pinned"] == 8
+    e.add(2, LONG[:9], 2)
+    for _ in range(4):
+        e.step()
+    assert e.outputs[2][0].cached_storage == 8
+    (info,) = [i for i in e.scheduler.snapshot() if i["id"] == 1]
+    assert info["host_pages"] == 0 and info["transfers"] == 0, "what gave way is not copied again while it runs"
+    e.drain()
+
+
 def test_newer_requests_pass_one_that_is_fetched_and_it_goes_first_then() -> None:
     e = engine({}, max_requests=1)
     e.patient = True
