@@ -338,7 +338,8 @@ INSTANTIATE_TEST_SUITE_P(Whole, SmallScope,
                                            Scope{"Chunked", 2, 1, 1, true}, Scope{"Uncached", 2, 1, 0, false},
                                            Scope{"TwoGroups", 1, 2, 0, true}, Scope{"Snapshots", 2, 1, 0, true, 1},
                                            Scope{"Host", 2, 1, 0, true, 0, 4, false, 12},
-                                           Scope{"Storage", 1, 1, 0, true, 0, 4, true, 12}),
+                                           Scope{"Storage", 1, 1, 0, true, 0, 4, true, 12},
+                                           Scope{"StorageTight", 2, 1, 0, true, 0, 2, true, 10}),
                          NameOfScope);
 // More than a minute: `make test-exhaustive`.
 INSTANTIATE_TEST_SUITE_P(DISABLED_Long, SmallScope,
