@@ -21,16 +21,31 @@ from tests.compiler.test_errors import Author
 from tests.ir.test_verifier import untyped
 from tokenspeed.compiler.api import compile_model
 from tokenspeed.compiler.costs import load_costs
-from tokenspeed.compiler.passes.pipeline import Request, run_passes
+from tokenspeed.compiler.passes.pipeline import Request, prepare, run_passes
 from tokenspeed.compiler.passes.repair import Repairs
 from tokenspeed.ir.errors import PlanError, TokenSpeedError, VerifyError
 from tokenspeed.ir.mesh import make_plan, parse_mesh
+from tokenspeed.ir.ops import OPS
 from tokenspeed.ir.text import parse_program
 from tokenspeed.ir.types import Dim, Type
 from tokenspeed.ir.verifier import verify
 from tokenspeed.models import find_family
-from tokenspeed.models.llama import CausalLM
-from tokenspeed.models.nn import Batch, Config, Mixture, Module, Routed, Stream, Weight, lookup, place, select_rows
+from tokenspeed.models.llama import Attention, CausalLM
+from tokenspeed.models.nn import (
+    Batch,
+    Config,
+    Linear,
+    Mixture,
+    Module,
+    RMSNorm,
+    Routed,
+    Stream,
+    Weight,
+    gelu,
+    lookup,
+    place,
+    select_rows,
+)
 
 torch.set_num_threads(1)
 
@@ -255,6 +270,68 @@ def test_what_one_collective_does_takes_no_two() -> None:  # pytorch#131210
     assert repairs.path(rows, whole).wires == 1
     columns = repairs.path(rows, Type("f32", (Dim("t"), Dim("h", ("dp", "tp")))))
     assert [s.op for s in columns.steps] == ["all_gather", "slice"] and columns.wires == 1
+
+
+def test_a_sum_stays_open_through_another_dtype() -> None:  # pytorch#183363
+    """A product that yields float32 of bfloat16 is linear too: nothing is reduced before it, and fewer bytes may be behind it."""
+    order = make_plan(parse_mesh("tp=2")).mesh.ordered
+    x, w = Type("bf16", (Dim("t"), Dim("h")), ("tp",)), Type("bf16", (Dim("e"), Dim("h")))
+    (y,) = OPS["linear"].infer([x, w], {"in_dims": ("h",), "segments": 1, "bias": False, "dtype": "f32"}, order)
+    assert y == Type("f32", (Dim("t"), Dim("e")), ("tp",))
+
+
+class PlainMLP(Module):
+    """Without a gate."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Linear("h -> f@mlp"), Linear("f@mlp -> h")
+
+    def forward(self, x: Annotated[Tensor, "t* h"]) -> Annotated[Tensor, "t* h +mlp"]:
+        return self.down(gelu(self.up(x)))
+
+
+class BesideLayer(Module):
+    """Attention and MLP side by side on one norm."""
+
+    def __init__(self, c: Config, rope: Any) -> None:
+        self.norm, self.attn, self.mlp = RMSNorm("h", c.rms_norm_eps), Attention(c, rope), PlainMLP()
+
+    def forward(self, x: Stream, b: Batch) -> Stream:
+        y = self.norm(x)
+        return x + (self.attn(y, b) + self.mlp(y))
+
+
+class BesideModel(CausalLM):
+    names = staticmethod(lambda c: {})  # tensors are called as the modules are
+
+    def __init__(self, c: Config) -> None:
+        super().__init__(c)
+        self.layers = [BesideLayer(c, self.rope) for _ in self.layers]
+
+
+def test_layers_of_another_shape_than_usual_are_split_as_their_signatures_say() -> None:  # TensorRT-LLM#8946, #4318
+    """No pattern of columns, then rows, is looked for: an MLP without a gate beside attention is what it declares."""
+    config = layouts.config("LlamaForCausalLM")
+    one = outcome(BesideModel, config, "")
+    assert one != outcome(CausalLM, config, "")
+    for mesh, axes in (("tp=2", ""), ("tp=4", "mlp=1"), ("a=2,b=2", "tp=a*b,mlp=b")):
+        assert outcome(BesideModel, config, mesh, axes) == one, (mesh, axes)
+
+
+def test_a_large_range_of_tokens_is_no_more_to_compile_than_a_small_one() -> None:  # vllm#34399
+    """What is typed, searched and eliminated for a bucket does not depend on how many tokens it has."""
+    request = Request(
+        find_family("LlamaForCausalLM"), Config(layouts.config("LlamaForCausalLM")), make_plan(parse_mesh("dp=2,tp=2"), "mlp=dp*tp"),
+        [], "f32", "f32", load_costs("h200"),
+    )  # fmt: skip
+    ready, work = prepare(request, "gumbel"), set()
+    for tokens in (16, 1024, 65536):
+        problem = ready.bucket({"t": tokens, "s": 16})
+        tables = problem.solve().elimination.cliques.values()
+        rows, searches = (sum(map(len, x)) for x in (problem.rows, problem.repairs.prices.values()))
+        work.add((rows, sum(c.total.size for c in tables), len(problem.repairs.from_source)))
+        assert searches > 0
+    assert len(work) == 1
 
 
 def test_a_plan_s_group_of_one_rank_is_no_group() -> None:  # pytorch/xla#5279

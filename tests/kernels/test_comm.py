@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenspeed import kernels as K
+from tokenspeed.ir.ops import REFERENCES
 
 RANKS = 2
 
@@ -69,6 +70,8 @@ def check(rank: int) -> None:
         K.get("gloo.keep_first").fn(mine, keep=rank == 0, out=inplace)
         assert torch.equal(inplace, mine) if rank == 0 else not inplace.any()
 
+    check_fused(rank)
+    check_large(rank)
     g = torch.Generator().manual_seed(7)
     held = [torch.randn(5, 3, generator=g) for _ in range(RANKS)]
     ids = [torch.stack([torch.randperm(6, generator=g)[:2] for _ in range(5)]).int() for _ in range(RANKS)]
@@ -122,6 +125,34 @@ def check(rank: int) -> None:
             assert op in str(error)
         else:
             raise AssertionError(f"{op} took an output that does not fit")
+
+
+def check_fused(rank: int) -> None:
+    """The weight of a norm is float32 and the stream bfloat16 (vllm#48324): the sum keeps the stream's dtype and values."""
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(12, generator=g)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(6, 12, generator=g).to(dtype)
+        parts = [torch.randn(6, 12, generator=g).to(dtype) for _ in range(RANKS)]
+        for w in (weight, weight.to(dtype)):
+            total, normed = REFERENCES["add_rms_norm"](x, parts[0] + parts[1], w, eps=1e-5)
+            assert (total.dtype, normed.dtype) == (dtype, dtype)
+            rows = slice(3 * rank, 3 * rank + 3)
+            for op, mine in (("all_reduce", slice(None)), ("reduce_scatter", rows)):
+                out = torch.full_like(total[mine], 9), torch.full_like(normed[mine], 9)
+                K.get(f"gloo.{op}_add_rms_norm").fn(x[mine], parts[rank], w, eps=1e-5, out=out)
+                assert torch.equal(out[0], total[mine])
+                torch.testing.assert_close(out[1], normed[mine])
+
+
+def check_large(rank: int) -> None:
+    """Chunks of several MiB (jax#40830), again and again: sums of small integers are exact."""
+    for n in range(3):
+        parts = [torch.arange(r + n, r + n + (1 << 22)).remainder(97).float().view(4, -1) for r in range(RANKS)]
+        block = (parts[0] + parts[1]).chunk(RANKS)[rank]
+        out = torch.full_like(block, -1)
+        K.get("gloo.reduce_scatter").fn(parts[rank], dim=0, out=out)
+        assert torch.equal(out, block)
 
 
 def test_two_ranks() -> None:
