@@ -276,7 +276,7 @@ def test_a_transfer_is_answered_when_all_its_ranks_have_with_the_fewest_pages(
         path.unlink()
     tiers.start(transfers(order(5, "prefetch", [], [1, 2, 3])))
     assert answers(tiers, 1) == [(5, 1)]
-    assert tiers.totals()["hits"] == 4 and tiers.answered() == []
+    assert tiers.totals()["hits"] == 5 and tiers.answered() == [], "one of them behind the gap"
 
 
 def test_a_worker_goes_on_while_nobody_reads_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:

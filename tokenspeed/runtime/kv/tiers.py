@@ -22,7 +22,7 @@ from tokenspeed.runtime.kv.transfers import Order
 
 log = logging.getLogger(__name__)
 
-READERS, WRITERS = 4, 2  # threads that read from storage, and that write to it
+READERS, WRITERS = 4, 2  # orders that read from storage at once, threads that read for them; threads that write to it
 BATCH_BYTES = 32 << 20  # of pages in one call to the store
 CLOSING = 2.0  # seconds that what was started may take to end at the close
 
@@ -38,6 +38,7 @@ class RankTiers:
         self._copies = Lane("copies", 1)
         self._last_copy: _Copy | None = None
         self._loads: dict[int, _Copy] = {}  # load_backs under way
+        self._parts = Lane("kv-parts", READERS)
         self._reads, self._writes, self._watch = (
             Lane("kv-reads", READERS),
             Lane("kv-writes", WRITERS),
@@ -83,7 +84,7 @@ class RankTiers:
         deadline = time.monotonic() + CLOSING
         for lane in (self._copies, self._writes):
             lane.close(max(deadline - time.monotonic(), 0))
-        for lane in (self._reads, self._watch):
+        for lane in (self._reads, self._parts, self._watch):
             lane.close(0)
         if self.store is not None:
             self.store.close()
@@ -128,12 +129,27 @@ class RankTiers:
         assert self.store is not None
         for batch in self._batches(job.order):
             keys, hosts = job.order.keys[batch], job.order.host[batch].tolist()
-            found = self.store.get(keys)
+            found = self._found(keys)
             for host, page in zip(hosts, found):
                 if not job.fill(self.pages.row(host), page):
                     return
             if len(found) < len(keys):
                 return
+
+    def _found(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """The leading pages that storage has, read and checked by several threads."""
+        assert self.store is not None
+        size = -(-len(keys) // READERS)
+        parts = [_Part(self.store, keys[i : i + size]) for i in range(0, len(keys), size)]
+        for part in parts[1:]:
+            self._parts.put(part.read)
+        parts[0].read()
+        pages: list[memoryview] = []
+        for part in parts:
+            pages += part.result()
+            if len(part.pages) < len(part.keys):
+                break
+        return pages
 
     def _backup(self, job: _StorageJob) -> None:
         """Host to storage: a page that is there already is not written again."""
@@ -209,6 +225,31 @@ class _StorageJob:
         if not self._ended.wait(max(deadline - time.monotonic(), 0)):
             log.warning("kv storage: %s of %d pages given up", self.order.kind, len(self.order.host))
             self.finish()
+
+
+class _Part:
+    """Some of the keys of a batch, read by whatever thread comes to it."""
+
+    def __init__(self, store: Store, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.pages: list[memoryview] = []
+        self._store = store
+        self._fault: BaseException | None = None
+        self._done = threading.Event()
+
+    def read(self) -> None:
+        try:
+            self.pages = self._store.get(self.keys)
+        except BaseException as fault:
+            self._fault = fault
+        self._done.set()
+
+    def result(self) -> list[memoryview]:
+        """The leading pages, once they are read. Raises what reading raised."""
+        self._done.wait()
+        if self._fault is not None:
+            raise self._fault
+        return self.pages
 
 
 class Lane:
