@@ -18,6 +18,7 @@ from torch import Tensor
 from tokenspeed.kernels.weights import QuantWeight, mxfp4_of
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.scaled_weights import ScaleError, find_scaled
 
 Stored = Tensor | QuantWeight
 _DENSE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -75,6 +76,11 @@ class SafetensorsCheckpoint:
             self.files = {text: self.files[name] for text, name in self.stored_as.items()}
         self._open: dict[str, Any] = {}
         self._missing()
+        try:
+            self.scaled = find_scaled(self.files)
+        except ScaleError as e:
+            raise CheckpointError(f"{path}: {e}") from None
+        self.parts = {part for s in self.scaled.values() for part in s.parts}
 
     def _index(self) -> dict[str, str]:
         from safetensors import safe_open
@@ -120,7 +126,7 @@ class SafetensorsCheckpoint:
         return self._handle(name).get_slice(self.stored_as[name])
 
     def names(self) -> Collection[str]:
-        return self.files.keys()
+        return {*(self.files.keys() - self.parts), *self.scaled}
 
     def _of_stack(self, name: str) -> tuple[str, int, int, int] | None:
         """Of a matrix of one expert: the tensor of all experts that holds it, the expert, and which part of how many."""
@@ -132,6 +138,8 @@ class SafetensorsCheckpoint:
 
     def stored(self, name: str) -> str | None:
         name = name.partition("#")[0]
+        if name in self.scaled:
+            return "bfloat16"  # what it is of use as
         if name not in self.files:
             stack = self._of_stack(name)
             return self.stored(stack[0]) if stack else None
@@ -149,6 +157,11 @@ class SafetensorsCheckpoint:
 
     def matrix(self, name: str, rows: tuple[int, int], shape: tuple[int, int]) -> Stored:
         name, _, index = name.partition("#")
+        if name in self.scaled and not index:
+            try:
+                return self.scaled[name].rows(self._slice, rows, shape, self.config)
+            except ScaleError as e:
+                raise CheckpointError(f"{self.path}: {name!r} is stored as {e}") from None
         stack = None if name in self.files else self._of_stack(name)
         name = stack[0] if stack else name
         part = self._slice(name)

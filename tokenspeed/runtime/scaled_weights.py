@@ -1,0 +1,103 @@
+"""Weights that a checkpoint stores in few bits beside scales, which are dequantised as they are read.
+
+FP8 in blocks: `NAME` float8_e4m3 [N, K] and `NAME_scale_inv` [N / n, K / k], what each block of n x k values is multiplied by
+(DeepSeek-V3, Qwen3-FP8). INT4 in groups: `NAME_packed` int32 [N, K / 8], eight values a word from its lowest bits up, 8 more
+than they are, and `NAME_scale` [N, K / g], a group of g values of a row each; `NAME_shape` is [N, K] (Kimi-K2.5, pack-quantized
+of compressed-tensors).
+
+Invariant: a value is the stored number times its scale in float32, whatever rows are asked for, so every rank that holds a part
+of a matrix holds what one rank does there, with the scales of its own blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = (128, 128)  # of FP8, where the configuration does not say
+_SCALES = {"_scale_inv": "fp8", "_packed": "int4"}
+_PARTS = {"fp8": ("", "_scale_inv"), "int4": ("_packed", "_scale", "_shape")}
+_REFUSED = ("_zero_point", "_g_idx")
+
+Read = Callable[[str], Any]  # a tensor's slice by name
+
+
+class ScaleError(ValueError):
+    """Says what does not fit; the caller knows which files."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One weight; `parts`: the tensors that it is stored in."""
+
+    name: str
+    kind: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.name + suffix for suffix in _PARTS[self.kind])
+
+    def rows(self, read: Read, rows: tuple[int, int], shape: tuple[int, int], config: Mapping[str, Any]) -> Tensor:
+        """float32 [stop - start, K]: rows start .. stop of the weight, of which the model expects `shape`. ScaleError."""
+        first, second, *rest = (read(part) for part in self.parts)
+        if self.kind == "fp8":
+            return _fp8(first, second, rows, shape, _block(config))
+        return _int4(first, second, rest[0], rows, shape)
+
+
+def find_scaled(names: Collection[str]) -> dict[str, Scaled]:
+    """The weights among tensors of these names that are stored so, by the names that models know them by. ScaleError where a
+    part is missing, or says more than a scale."""
+    out: dict[str, Scaled] = {}
+    for name in names:
+        suffix = next((s for s in _SCALES if name.endswith(f".weight{s}")), None)
+        if suffix is None:
+            continue
+        found = Scaled(name.removesuffix(suffix), _SCALES[suffix])
+        if lacking := [p for p in found.parts if p not in names]:
+            raise ScaleError(f"{name!r} is there without {lacking[0]!r}; download the checkpoint again")
+        if more := [found.name + s for s in _REFUSED if found.name + s in names]:
+            raise ScaleError(
+                f"{more[0]!r}: weights with zero points or groups out of order are not read; quantise symmetrically, or convert "
+                "the checkpoint to bfloat16"
+            )
+        out[found.name] = found
+    return out
+
+
+def _block(config: Mapping[str, Any]) -> tuple[int, int]:
+    said = (config.get("quantization_config") or {}).get("weight_block_size", BLOCK)
+    if not (isinstance(said, list | tuple) and len(said) == 2 and all(type(n) is int and n > 0 for n in said)):
+        raise ScaleError(f"quantization_config.weight_block_size is {said!r}: expected two numbers above zero")
+    return said[0], said[1]
+
+
+def _fp8(weight: Any, scales: Any, rows: tuple[int, int], shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    want = tuple(-(-n // b) for n, b in zip(shape, block))
+    if weight.get_dtype() != "F8_E4M3" or tuple(weight.get_shape()) != shape or tuple(scales.get_shape()) != want:
+        raise ScaleError(
+            f"{weight.get_dtype()} {list(weight.get_shape())} with scales {list(scales.get_shape())} for blocks of {list(block)}; the "
+            f"configuration asks for F8_E4M3 {list(shape)} with scales {list(want)}"
+        )
+    first, last = rows[0] // block[0], -(-rows[1] // block[0])
+    factor = scales[first:last].float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    skipped = rows[0] - first * block[0]
+    return weight[rows[0] : rows[1]].float() * factor[skipped : skipped + rows[1] - rows[0], : shape[1]]
+
+
+def _int4(packed: Any, scales: Any, extent: Any, rows: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    groups = tuple(scales.get_shape())
+    fits = len(groups) == 2 and groups[0] == shape[0] and groups[1] > 0 and shape[1] % groups[1] == 0
+    said, words = tuple(extent[:].tolist()), (shape[0], -(-shape[1] // 8))
+    if packed.get_dtype() != "I32" or tuple(packed.get_shape()) != words or said != shape or not fits:
+        raise ScaleError(
+            f"{packed.get_dtype()} words {list(packed.get_shape())} of a weight {list(said)} with scales {list(groups)}; the "
+            f"configuration asks for I32 {list(words)}, eight 4-bit values each, of {list(shape)} with scales of equal groups"
+        )
+    bits = packed[rows[0] : rows[1]][..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15
+    values = (bits - 8).flatten(1)[:, : shape[1]].float()
+    return values * scales[rows[0] : rows[1]].float().repeat_interleave(shape[1] // groups[1], 1)
