@@ -10,6 +10,7 @@ become equal a few layers into a stack, and what was worked out on equal tables 
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,17 @@ class Elimination:
 def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
     """Minimises the sum of `factors`; `picks[v]` choices a variable. Variables with one choice are in no factor. Equal tables are
     best given as one array."""
+    program = [v for v, n in enumerate(picks) if n > 1]
+    found = _eliminate(picks, factors, program, WIDE)
+    if found is None:
+        order = _order(program, picks, [scope for scope, _ in factors])
+        found = _eliminate(picks, factors, order, sys.maxsize)
+        assert found is not None
+    return found
+
+
+def _eliminate(picks: Sequence[int], factors: Sequence[Factor], order: list[int], widest: int) -> Elimination | None:
+    """In this order; None where a table would have more entries than `widest`."""
     live: dict[int, Factor] = dict(enumerate(factors))
     of: dict[int, set[int]] = defaultdict(set)
     for k, (scope, _) in live.items():
@@ -121,7 +133,6 @@ def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
     fresh, cost = len(factors), 0.0
     cliques: dict[int, _Clique] = {}
     shared, known = _Shared(), dict[Any, _Table]()
-    order = _order(picks, [scope for scope, _ in factors])
     for v in order:
         n = picks[v]
         mine = [live.pop(k) for k in sorted(of[v])]
@@ -130,7 +141,10 @@ def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
         parts = [(table, tuple([place[u] for u in s])) for s, table in mine]
         key = (n, *((id(table), at) for table, at in parts))
         if key not in known:
-            total = np.zeros([picks[u] for u in place])
+            extent = [picks[u] for u in place]
+            if math.prod(extent) > widest:
+                return None
+            total = np.zeros(extent)
             for table, at in parts:
                 total += _spread(table, at, len(place))
             best = total.min(-1)
@@ -152,18 +166,14 @@ def eliminate(picks: Sequence[int], factors: Sequence[Factor]) -> Elimination:
     return Elimination(list(picks), order, chosen, cost, cliques)
 
 
-def _order(picks: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Variables as they go: in program order, or, where a table would be wide so, as `_narrow` says if that helps."""
-    program = [v for v, n in enumerate(picks) if n > 1]
+def _order(program: list[int], picks: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Variables as `_narrow` says, or in program order where that does not help."""
     near: dict[int, set[int]] = {v: set() for v in program}
     for scope in scopes:
         for v in scope:
             near[v].update(scope)
-    widest = _widest(program, picks, near)
-    if widest <= WIDE:
-        return program
     other = _narrow(program, picks, near)
-    return other if _widest(other, picks, near) < widest else program
+    return other if _widest(other, picks, near) < _widest(program, picks, near) else program
 
 
 def _widest(order: Sequence[int], picks: Sequence[int], near: Mapping[int, set[int]]) -> int:
