@@ -88,8 +88,8 @@ def build_engine(config: EngineConfig) -> Built:
     host_pages = _host_pages(config, ranks, token_bytes, state_bytes, shared)
     if 0 < host_pages <= pages:
         log.warning(
-            "host_kv_gib=%g holds %d pages, no more than the device's %d: copies of what runs fill it, and little else is "
-            "found there; give it clearly more", config.host_kv_gib, host_pages, pages,
+            "host_kv_gib=%g holds %d pages, no more than the device's %d: copies of what runs take much of it; more is "
+            "found where it is clearly larger", config.host_kv_gib, host_pages, pages,
         )  # fmt: skip
     scheduler = _scheduler.Scheduler(
         _scheduler.Config(
