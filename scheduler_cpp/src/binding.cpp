@@ -6,7 +6,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -58,26 +60,56 @@ py::buffer_info Contiguous(const py::buffer& buffer, bool writable) {
   return info;
 }
 
+// Called in every turn of the engine's loop, so the keys are made once.
 py::dict StatsDict(const Stats& s) {
-  using namespace py::literals;
-  py::dict dict("running"_a = s.running, "waiting"_a = s.waiting, "leaving"_a = s.leaving, "in_flight"_a = s.in_flight,
-                "kv_pages_total"_a = s.kv_pages_total, "kv_pages_free"_a = s.kv_pages_free,
-                "kv_pages_cached"_a = s.kv_pages_cached, "kv_pages_evictable"_a = s.kv_pages_evictable,
-                "queued_tokens"_a = s.queued_tokens, "prefix_query_tokens"_a = s.prefix_query_tokens,
-                "prefix_hit_tokens"_a = s.prefix_hit_tokens, "retractions"_a = s.retractions,
-                "evicted_pages"_a = s.evicted_pages, "steps"_a = s.steps, "step_tokens"_a = s.step_tokens,
-                "hit_tokens_device"_a = s.hit_tokens_device, "hit_tokens_host"_a = s.hit_tokens_host,
-                "hit_tokens_storage"_a = s.hit_tokens_storage, "host_pages_total"_a = s.host_pages_total,
-                "host_pages_free"_a = s.host_pages_free, "host_pages_cached"_a = s.host_pages_cached,
-                "host_pages_pinned"_a = s.host_pages_pinned, "host_evicted_pages"_a = s.host_evicted_pages,
-                "queue_age_steps"_a = s.queue_age_steps, "decode_skips"_a = s.decode_skips,
-                "decode_stall_tokens"_a = s.decode_stall_tokens);
-  for (std::size_t kind = 0; kind < kTransferKinds; ++kind) {
-    const std::string name(NameOf(static_cast<TransferKind>(kind)));
-    dict[py::str(name + "_in_flight")] = s.transfers[kind];
-    dict[py::str(name + "_pages")] = s.moved_pages[kind];
-    dict[py::str(name + "_missing_pages")] = s.missing_pages[kind];
-  }
+  const std::pair<const char*, std::int64_t> fields[] = {{"running", s.running},
+                                                         {"waiting", s.waiting},
+                                                         {"leaving", s.leaving},
+                                                         {"in_flight", s.in_flight},
+                                                         {"kv_pages_total", s.kv_pages_total},
+                                                         {"kv_pages_free", s.kv_pages_free},
+                                                         {"kv_pages_cached", s.kv_pages_cached},
+                                                         {"kv_pages_evictable", s.kv_pages_evictable},
+                                                         {"queued_tokens", s.queued_tokens},
+                                                         {"prefix_query_tokens", s.prefix_query_tokens},
+                                                         {"prefix_hit_tokens", s.prefix_hit_tokens},
+                                                         {"retractions", s.retractions},
+                                                         {"evicted_pages", s.evicted_pages},
+                                                         {"steps", s.steps},
+                                                         {"step_tokens", s.step_tokens},
+                                                         {"hit_tokens_device", s.hit_tokens_device},
+                                                         {"hit_tokens_host", s.hit_tokens_host},
+                                                         {"hit_tokens_storage", s.hit_tokens_storage},
+                                                         {"host_pages_total", s.host_pages_total},
+                                                         {"host_pages_free", s.host_pages_free},
+                                                         {"host_pages_cached", s.host_pages_cached},
+                                                         {"host_pages_pinned", s.host_pages_pinned},
+                                                         {"host_evicted_pages", s.host_evicted_pages},
+                                                         {"queue_age_steps", s.queue_age_steps},
+                                                         {"decode_skips", s.decode_skips},
+                                                         {"decode_stall_tokens", s.decode_stall_tokens},
+                                                         {"write_back_in_flight", s.transfers[0]},
+                                                         {"write_back_pages", s.moved_pages[0]},
+                                                         {"write_back_missing_pages", s.missing_pages[0]},
+                                                         {"load_back_in_flight", s.transfers[1]},
+                                                         {"load_back_pages", s.moved_pages[1]},
+                                                         {"load_back_missing_pages", s.missing_pages[1]},
+                                                         {"prefetch_in_flight", s.transfers[2]},
+                                                         {"prefetch_pages", s.moved_pages[2]},
+                                                         {"prefetch_missing_pages", s.missing_pages[2]},
+                                                         {"backup_in_flight", s.transfers[3]},
+                                                         {"backup_pages", s.moved_pages[3]},
+                                                         {"backup_missing_pages", s.missing_pages[3]}};
+  static_assert(kTransferKinds == 4);
+  constexpr std::size_t kFields = std::size(fields);
+  static const auto keys = [&] {
+    std::array<PyObject*, kFields> made{};  // never freed: the interpreter may be gone before
+    for (std::size_t i = 0; i < kFields; ++i) made[i] = PyUnicode_InternFromString(fields[i].first);
+    return made;
+  }();
+  py::dict dict;
+  for (std::size_t i = 0; i < kFields; ++i)
+    if (PyDict_SetItem(dict.ptr(), keys[i], py::int_(fields[i].second).ptr()) != 0) throw py::error_already_set();
   return dict;
 }
 
