@@ -37,6 +37,7 @@ struct Admit {  // the planner found room
   int resumed = -1;  // the snapshot of the state behind them; -1: none
   NodeRef host = {};
   std::optional<Ticket> load = {};
+  bool released = false;  // see Run
 };
 
 struct Schedule {

@@ -234,7 +234,12 @@ void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   }
   const bool resumes = config_.state_snapshots > 0 && !best_path_.empty();
   const int resumed = resumes ? group.cache.snapshots().Use(best_path_.back()) : -1;
-  Send(request, event::Admit{std::move(kv), group.slots.Take(), reused, resumed, std::move(host), std::move(load)});
+  // The host let go of what it lacks of the device's prefix, and storage has that as a rule: to copy it again at once
+  // would push out what others come back for.
+  const bool released =
+      config_.storage && best_host_path_.size() + static_cast<std::size_t>(config_.write_back_pages) < on_device;
+  Send(request,
+       event::Admit{std::move(kv), group.slots.Take(), reused, resumed, std::move(host), std::move(load), released});
   ChoosePrefill(group, request);
 }
 

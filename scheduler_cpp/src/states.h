@@ -36,7 +36,7 @@ struct Run {
   std::optional<Ticket> load = {};        // fills the pages behind the committed ones from the host
   std::optional<Ticket> write_back = {};  // copies committed pages to the host
   bool unwritable = false;                // a write-back failed; none is tried again
-  bool released = false;                  // its copy on the host made room for others; none is made while it runs
+  bool released = false;                  // its copy on the host made room for others; the next is made when it leaves
 
   // Whether a step or a load still touches pages that only this object owns.
   bool touched() const noexcept { return in_flight > 0 || load; }

@@ -70,7 +70,8 @@ struct Rule<event::Admit, S> {
              .planned = event.reused,
              .resumed = event.resumed,
              .host = std::move(event.host),
-             .load = std::move(event.load)}};
+             .load = std::move(event.load),
+             .released = event.released}};
   }
 };
 template <class S>
