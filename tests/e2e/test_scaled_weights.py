@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.e2e.models import write_tiny
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.compiler.api import compile_model
+from tokenspeed.kernels.weights import QuantStack
 from tokenspeed.models import find_family
 from tokenspeed.runtime.checkpoint import SafetensorsCheckpoint
 from tokenspeed.runtime.errors import StartupError
@@ -23,7 +24,7 @@ from tokenspeed.runtime.loader import load_weights
 
 Tensors = dict[str, Tensor]
 BLOCK = (16, 24)  # ends inside what ranks hold of most matrices
-GROUP = 4
+GROUP, KEPT = 4, 32  # of INT4: one that is dequantised, and one that may be kept
 
 
 def fp8(name: str, w: Tensor) -> tuple[Tensors, Tensor]:
@@ -39,22 +40,25 @@ def fp8(name: str, w: Tensor) -> tuple[Tensors, Tensor]:
     return {name: stored, f"{name}_scale_inv": scales}, values
 
 
-def int4(name: str, w: Tensor) -> tuple[Tensors, Tensor]:
+def int4(name: str, w: Tensor, group: int = GROUP) -> tuple[Tensors, Tensor]:
     """A weight in groups, packed value by value."""
-    groups = w.unflatten(1, (-1, GROUP))
+    groups = w.unflatten(1, (-1, group))
     scales = (groups.abs().amax(-1) / 7).bfloat16()
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).int()
     words = torch.zeros(w.shape[0], -(-w.shape[1] // 8), dtype=torch.int32)
     for at in range(w.shape[1]):
         words[:, at // 8] |= (codes[:, at] + 8) << 4 * (at % 8)
-    values = codes.float() * scales.float().repeat_interleave(GROUP, 1)
+    values = codes.float() * scales.float().repeat_interleave(group, 1)
     return {f"{name}_packed": words, f"{name}_scale": scales, f"{name}_shape": torch.tensor(w.shape)}, values
 
 
 KINDS: dict[str, tuple[Callable[[str, Tensor], tuple[Tensors, Tensor]], str, dict[str, Any]]] = {
     "fp8": (fp8, ".weight", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}),
     "int4": (int4, ".experts.", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
-}
+    "int4_32": (
+        lambda name, w: int4(name, w, KEPT), ".experts.", {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    ),
+}  # fmt: skip
 
 
 def per_expert(tensors: Tensors) -> Tensors:
@@ -75,7 +79,9 @@ def per_expert(tensors: Tensors) -> Tensors:
 def twins(path: Path, kind: str) -> tuple[Path, Path]:
     """A tiny mixture of experts with quantised matrices, and the same with the values that they stand for."""
     quantise, which, said = KINDS[kind]
-    write_tiny(path / "plain", "deepseek_v3", num_hidden_layers=2)
+    write_tiny(
+        path / "plain", "deepseek_v3", num_hidden_layers=2, moe_intermediate_size=64 if kind == "int4_32" else 20
+    )
     stored, plain = Tensors(), per_expert(load_file(path / "plain" / "model.safetensors"))
     for name, w in list(plain.items()):
         if w.dim() == 2 and ".layers." in name and which in name and name.endswith("proj.weight"):
@@ -86,6 +92,7 @@ def twins(path: Path, kind: str) -> tuple[Path, Path]:
     assert len(stored) > len(plain) + 20
     config = json.loads((path / "plain" / "config.json").read_text())
     (path / kind).mkdir()
+    config["dtype"] = "float32"
     for at, tensors, more in ((path / "plain", plain, {}), (path / kind, stored, {"quantization_config": said})):
         save_file(tensors, at / "model.safetensors")
         (at / "config.json").write_text(json.dumps(config | more))
@@ -105,15 +112,28 @@ def test_ranks_hold_what_the_dequantised_checkpoint_gives_them(tmp_path: Path, k
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_experts_in_groups_of_32_are_kept_with_their_scales(tmp_path: Path) -> None:
+    stored, plain = map(SafetensorsCheckpoint, twins(tmp_path, "int4_32"))
+    family = find_family("DeepseekV3ForCausalLM")
+    options: dict[str, Any] = {"mesh": "a=2,b=2", "axes": "tp=a*b,ep=a,etp=b", "buckets": [4], "variants": ["gumbel"]}
+    m = compile_model(family, stored.config, stored=stored.stored, **options).result.weights
+    assert m.quantised == ["int4_32"]
+    whole = compile_model(family, stored.config, **options).result.weights
+    for rank in range(4):
+        kept, numbers = load_weights(m, stored, rank), load_weights(whole, plain, rank)
+        for name in ("layers.1.mlp.routed.w13", "layers.1.mlp.routed.w2"):
+            assert isinstance(kept[name], QuantStack) and torch.equal(kept[name].dequantize(), numbers[name])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_dequantised_checkpoint(tmp_path: Path, kind: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts = [[(17 * i + 5 * k) % 1003 for k in range(3 + 9 * i)] for i in range(3)]
-    found = []
-    for path in twins(tmp_path, kind):
-        with Engine(model=str(path), core="inproc", dtype="float32", num_pages=64, buckets=[1, 4, 32]) as engine:
+    found, paths = [], twins(tmp_path, kind)
+    for path, dtype in ((paths[0], "auto"), (paths[0], "float32"), (paths[1], "float32")):
+        with Engine(model=str(path), core="inproc", dtype=dtype, num_pages=64, buckets=[1, 4, 32]) as engine:
             found.append([r.token_ids for r in engine.generate(input_ids=prompts, sampling_params=greedy)])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

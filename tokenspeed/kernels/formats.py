@@ -39,6 +39,7 @@ FORMATS: dict[str, Format] = {
         Format("q8_0", "uint8", 32, 34, scale="float16 a block"),
         Format("q4_k", "uint8", 256, 144, scale="6 bits a 32 values times float16", minimum="6 bits a 32 values"),
         Format("mxfp4", "uint8", 32, 17, scale="a power of two a block"),
+        Format("int4_32", "uint8", 32, 18, scale="bfloat16 a block"),
         Format("q6_k", "uint8", 256, 210, scale="int8 a 16 values times float16"),
     )
 }

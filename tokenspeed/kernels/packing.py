@@ -17,7 +17,9 @@ from tokenspeed.kernels.weights import Codes, QuantWeight
 TILE, BLOCK = 16, 32
 # Numbers of csrc/types.h Format.
 F32, BF16, Q4_0, Q4_1, Q8_0, Q4F, Q8S16 = range(7)
-_LAYOUT = {"q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q8_0, "q8_0": Q8_0, "mxfp4": Q8S16, "q4_k": Q4F, "q6_k": Q8S16}
+_LAYOUT = {
+    "q4_0": Q4_0, "q4_1": Q4_1, "q5_0": Q8_0, "q8_0": Q8_0, "mxfp4": Q8S16, "int4_32": Q8S16, "q4_k": Q4F, "q6_k": Q8S16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -224,6 +224,22 @@ def mxfp4_of(blocks: Tensor, scales: Tensor) -> QuantWeight:
     return QuantWeight(torch.cat([scales[..., None], halves], -1).flatten(1), "mxfp4", (n, 32 * count))
 
 
+def _int4_32(data: Tensor, n: int, k: int) -> Codes:
+    blocks = data.view(n, k // 32, 18)
+    scale = blocks[:, :, :2].contiguous().view(torch.bfloat16).view(n, k // 32).float()
+    return Codes(_nibbles(blocks[:, :, 2:]).reshape(n, k), 8, scale, None, 32)
+
+
+def int4_of(codes: Tensor, scales: Tensor) -> QuantWeight:
+    """The weight of codes u8 [N, K] in 0 .. 15, which stand for -8 .. 7, and their scales bf16 [N, K/32]: as checkpoints of
+    Kimi-K2.5 hold it."""
+    n, k = codes.shape
+    blocks = codes.view(n, k // 32, 32)
+    halves = blocks[..., :16] | (blocks[..., 16:] << 4)
+    scale = scales.contiguous().view(torch.uint8).view(n, k // 32, 2)
+    return QuantWeight(torch.cat([scale, halves], -1).flatten(1), "int4_32", (n, k))
+
+
 def _q4_k(data: Tensor, n: int, k: int) -> Codes:
     blocks = data.view(n, k // 256, 144)
     packed = blocks[:, :, 4:16]
@@ -245,4 +261,6 @@ def _q6_k(data: Tensor, n: int, k: int) -> Codes:
     return Codes(q.reshape(n, k), 32, scale.reshape(n, k // 16), None, 16)
 
 
-_DECODERS = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q8_0": _q8_0, "mxfp4": _mxfp4, "q4_k": _q4_k, "q6_k": _q6_k}
+_DECODERS = {
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q8_0": _q8_0, "mxfp4": _mxfp4, "int4_32": _int4_32, "q4_k": _q4_k, "q6_k": _q6_k,
+}  # fmt: skip

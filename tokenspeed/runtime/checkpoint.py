@@ -139,7 +139,7 @@ class SafetensorsCheckpoint:
     def stored(self, name: str) -> str | None:
         name = name.partition("#")[0]
         if name in self.scaled:
-            return "bfloat16"  # what it is of use as
+            return self.scaled[name].format(self._slice)
         if name not in self.files:
             stack = self._of_stack(name)
             return self.stored(stack[0]) if stack else None

@@ -158,7 +158,7 @@ def choose_dtypes(
 
     `auto` keeps a quantised checkpoint's formats, multiplies them with activations rounded to int8 where that is faster
     (objective latency), and keeps the stream in float32 and the cache in bfloat16; otherwise it follows torch_dtype.
-    Experts in MXFP4 are kept so beside a stream of torch_dtype. A named dtype dequantises; so does a GPU, to bfloat16.
+    Experts in MXFP4 and weights in INT4 are kept so beside a stream of torch_dtype. A named dtype dequantises; so does a GPU, to bfloat16.
     """
     probe = checkpoint.stored("model.layers.0.mlp.down_proj.weight") or ""
     quantised = probe.startswith("q")
@@ -176,7 +176,7 @@ def choose_dtypes(
     experts = config.dtype == "auto" and device == "cpu" and not keep
 
     def stored(name: str) -> str | None:
-        return fmt if (fmt := checkpoint.stored(name)) == "mxfp4" else None
+        return fmt if (fmt := checkpoint.stored(name)) in ("mxfp4", "int4_32") else None
 
     kept = checkpoint.stored if keep else stored if experts else (lambda _: None)
     return dtype, cache, kept, "latency" if keep else "default"

@@ -1,4 +1,5 @@
-"""Weights that a checkpoint stores in few bits beside scales, which are dequantised as they are read.
+"""Weights that a checkpoint stores in few bits beside scales. INT4 in groups of 32 may be kept so; others are dequantised as they
+are read.
 
 FP8 in blocks: `NAME` float8_e4m3 [N, K] and `NAME_scale_inv` [N / n, K / k], what each block of n x k values is multiplied by
 (DeepSeek-V3, Qwen3-FP8). INT4 in groups: `NAME_packed` int32 [N, K / 8], eight values a word from its lowest bits up, 8 more
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tokenspeed.kernels.weights import QuantWeight, int4_of
 
 BLOCK = (128, 128)  # of FP8, where the configuration does not say
 _SCALES = {"_scale_inv": "fp8", "_packed": "int4"}
@@ -41,12 +44,26 @@ class Scaled:
     def parts(self) -> tuple[str, ...]:
         return tuple(self.name + suffix for suffix in _PARTS[self.kind])
 
-    def rows(self, read: Read, rows: tuple[int, int], shape: tuple[int, int], config: Mapping[str, Any]) -> Tensor:
-        """float32 [stop - start, K]: rows start .. stop of the weight, of which the model expects `shape`. ScaleError."""
+    def format(self, read: Read) -> str:
+        """What the weight may be kept as: blocks of 32 values, or plain numbers."""
+        if self.kind == "int4":
+            (_, words), (_, groups) = (read(part).get_shape() for part in self.parts[:2])
+            if words * 8 == groups * 32 and read(self.parts[1]).get_dtype() == "BF16":
+                return "int4_32"
+        return "bfloat16"
+
+    def rows(
+        self, read: Read, rows: tuple[int, int], shape: tuple[int, int], config: Mapping[str, Any]
+    ) -> Tensor | QuantWeight:
+        """Rows start .. stop of the weight, of which the model expects `shape`: in its format, or float32 [stop - start, K].
+        ScaleError."""
         first, second, *rest = (read(part) for part in self.parts)
         if self.kind == "fp8":
             return _fp8(first, second, rows, shape, _block(config))
-        return _int4(first, second, rest[0], rows, shape)
+        codes, scales = _int4(first, second, rest[0], rows, shape)
+        if self.format(read) == "int4_32":
+            return int4_of(codes, scales)
+        return (codes.float() - 8) * scales.float().repeat_interleave(shape[1] // scales.shape[1], 1)
 
 
 def find_scaled(names: Collection[str]) -> dict[str, Scaled]:
@@ -89,7 +106,10 @@ def _fp8(weight: Any, scales: Any, rows: tuple[int, int], shape: tuple[int, int]
     return weight[rows[0] : rows[1]].float() * factor[skipped : skipped + rows[1] - rows[0], : shape[1]]
 
 
-def _int4(packed: Any, scales: Any, extent: Any, rows: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+def _int4(
+    packed: Any, scales: Any, extent: Any, rows: tuple[int, int], shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Codes u8 [stop - start, K], 8 more than the values, and the scales of their groups."""
     groups = tuple(scales.get_shape())
     fits = len(groups) == 2 and groups[0] == shape[0] and groups[1] > 0 and shape[1] % groups[1] == 0
     said, words = tuple(extent[:].tolist()), (shape[0], -(-shape[1] // 8))
@@ -99,5 +119,4 @@ def _int4(packed: Any, scales: Any, extent: Any, rows: tuple[int, int], shape: t
             f"configuration asks for I32 {list(words)}, eight 4-bit values each, of {list(shape)} with scales of equal groups"
         )
     bits = packed[rows[0] : rows[1]][..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15
-    values = (bits - 8).flatten(1)[:, : shape[1]].float()
-    return values * scales[rows[0] : rows[1]].float().repeat_interleave(shape[1] // groups[1], 1)
+    return bits.flatten(1)[:, : shape[1]].to(torch.uint8), scales[rows[0] : rows[1]]

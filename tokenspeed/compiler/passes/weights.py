@@ -20,7 +20,7 @@ from tokenspeed.models.nn.params import LatentCache, PagedAttention, RMSNorm, Ro
 from tokenspeed.models.nn.state import StateCache
 
 #: entries of one block of a quantised format along a row
-BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "mxfp4": 32, "q4_k": 256, "q6_k": 256}
+BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "mxfp4": 32, "int4_32": 32, "q4_k": 256, "q6_k": 256}
 
 
 @dataclass
@@ -84,7 +84,7 @@ def choose_formats(
         sources = names.sources(path, segs, ".weight", f".{EACH}" if stacked else "")
         formats = {next(filter(None, (stored(s.replace(EACH, "0")) for s in alts)), None) for alts, _ in sources}
         fmt = formats.pop() if len(formats) == 1 else None
-        readable = fmt == "mxfp4" if stacked else fmt in BLOCK
+        readable = fmt in ("mxfp4", "int4_32") if stacked else fmt in BLOCK
         out[path] = fmt if fmt and readable and _sliceable(decl, layout, BLOCK[fmt]) else dtype
     return out
 

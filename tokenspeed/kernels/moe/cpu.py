@@ -79,7 +79,8 @@ def register(registry: Registry, capability: Capability) -> None:
             fn=experts,
             pack=pack_stack,
             signatures=tuple(
-                {"x": frozenset({name}), "w": frozenset({name, "mxfp4"}), "out": frozenset({name})} for name in DENSE
+                {"x": frozenset({name}), "w": frozenset({name, "mxfp4", "int4_32"}), "out": frozenset({name})}
+                for name in DENSE
             ),
             priority=Priority.PERFORMANT,
             capability=capability,
