@@ -150,6 +150,7 @@ class _Pair:
         self.weights = [
             random_weights(build_weight_map(p.flat, p.choices.layout, p.choices.b, p.names), SEED) for p in (self.many, self.one)
         ]  # fmt: skip
+        self.moved: list[dict[tuple[str, Type], list[Tensor]]] = [{}, {}]  # these as locals, which all bodies share
 
     def check(self, body: Body) -> dict[str, Any]:
         plan = self.many.choices.layout.plan
@@ -170,8 +171,10 @@ class _Pair:
         if len(self.expected.get((t, s), ())) < len(work):
             single = self.one.bucket({"t": t * groups, "s": s * groups})
             q, _ = build(single, single.solve().rows, LeafCache())
-            self.expected[t, s] = _steps(q, self.weights[1], [[[r for g in step for r in g]] for step in work])
-        values, tokens, error = _compare(p, _steps(p, self.weights[0], work), self.expected[t, s], work)
+            self.expected[t, s] = _steps(
+                q, self.weights[1], self.moved[1], [[[r for g in step for r in g]] for step in work]
+            )
+        values, tokens, error = _compare(p, _steps(p, self.weights[0], self.moved[0], work), self.expected[t, s], work)
         return {"rows": {"t": t, "s": s}, "steps": len(work), "values": values, "tokens": tokens, "max_error": error}
 
     def _rows_of(self, body: Body, problem: Problem) -> list[Row]:
@@ -221,9 +224,11 @@ def _work(p: Program, groups: int) -> Work:
     return [first, [[(n, [7 + n], length) for n, _, _ in requests] for requests in first]]
 
 
-def _steps(p: Program, weights: Mapping[str, Tensor], work: Work) -> list[Ran]:
+def _steps(
+    p: Program, weights: Mapping[str, Tensor], moved: dict[tuple[str, Type], list[Tensor]], work: Work
+) -> list[Ran]:
     """The steps on one plan, each request sampled with its own noise, on caches that are kept."""
-    sim = Simulator(p, runtime_sizes(p))
+    sim = Simulator(p, runtime_sizes(p), moved=moved)
     caches: dict[str, list[Tensor]] = {}
     seeds = {n: SEED for requests in work[0] for n, _, _ in requests}
     return [(sim, *sim.run(batch(p, step, seeds), weights, caches)) for step in work]
