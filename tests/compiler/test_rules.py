@@ -83,7 +83,7 @@ def wrong_answer() -> None:
     weights = [random_weights(compiled(mesh)[0].weights) for mesh in ("tp=2", "")]
     weights[0]["norm"] = weights[0]["norm:0"] = torch.ones(32) * 3
     work = certify._work(p, 1)
-    certify._compare(p, *(certify._steps(x, w, work) for x, w in zip((p, q), weights)), work)
+    certify._compare(p, *(certify._steps(x, w, {}, work) for x, w in zip((p, q), weights)), work)
 
 
 EMBED = "%embed' = all_reduce %embed {axes=('tp',)}"
