@@ -1,11 +1,16 @@
-"""One request with a field beyond its machine word ends that request at most; the engine goes on."""
+"""One request with a field beyond its machine word ends that request at most; the engine goes on. A rank that dies is named."""
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
+import threading
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.models import write_tiny
+from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime.build import build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.core import EngineLoop
@@ -58,3 +63,15 @@ def test_values_beyond_a_word_end_one_request_at_most(tmp_path: Path) -> None:
         d.request_id: d.finish_reason for m in outbox.sent if isinstance(m, Deltas) for d in m.deltas if d.finish_reason
     }
     assert ends == {1: "length", 2: "error", 3: "error", 4: "error", 5: "error", 6: "error", 7: "length"}
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    """What a collective says of it is that a connection closed; the engine says whose."""
+    model = write_tiny(tmp_path / "model", "llama")
+    options = {"num_pages": 64, "max_num_seqs": 4, "buckets": [1, 4, 16], "artifact_cache": str(tmp_path)}
+    with Engine(model=str(model), mesh="tp=2", core="inproc", load_format="dummy", **options) as engine:
+        (worker,) = [p for p in multiprocessing.active_children() if p.name == "tokenspeed-rank1"]
+        threading.Timer(0.3, worker.kill).start()
+        with pytest.raises(Exception, match="tokenspeed-rank1 ended with exit code -9"):
+            for _ in range(100):
+                engine.generate(input_ids=[[1, 2, 3]], sampling_params=SamplingParams(max_tokens=100, ignore_eos=True))

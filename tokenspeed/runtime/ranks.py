@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,10 @@ class Ranks:
             raise WorkerError(value)
         return kind, value
 
-    def _worker_reason(self) -> str:
-        """What a failed worker said, if any."""
+    def _worker_reason(self, patience: float = 0) -> str:
+        """What a failed worker said, or how it ended, if one has; one may still be about to end for so many seconds."""
+        if patience:
+            wait_for([p.sentinel for p, _ in self.workers], patience)
         for p, conn in self.workers:
             try:
                 while conn.poll(0.2 if not p.is_alive() else 0):
@@ -214,7 +217,8 @@ class Ranks:
         try:
             return call(step)
         except Exception as e:
-            reason = self._worker_reason()
+            # A collective fails when a worker's sockets close, a moment before its end can be seen.
+            reason = self._worker_reason(patience=1) if self.workers else ""
             if reason:
                 raise WorkerError(reason) from e
             raise
