@@ -75,10 +75,10 @@ def test_layers_that_guess_ahead_are_passed_over(model: Path, tmp_path: Path) ->
         generated(changed(model, tmp_path / "n", more, num_nextn_predict_layers=0))
 
 
-def test_packed_weights_are_refused_by_the_name_of_their_format(model: Path, tmp_path: Path) -> None:
-    packed = {"model.layers.1.mlp.experts.0.up_proj.weight_packed": torch.ones(1, 1)}
-    path = changed(model, tmp_path / "m", packed, quantization_config={"quant_method": "compressed-tensors"})
-    with pytest.raises(StartupError, match=r"weight_packed: its weights are quantised \(compressed-tensors\)"):
+def test_weights_of_a_strange_format_are_refused_by_its_name(model: Path, tmp_path: Path) -> None:
+    packed = {"model.layers.1.mlp.experts.0.up_proj.qweight": torch.ones(1, 1)}
+    path = changed(model, tmp_path / "m", packed, quantization_config={"quant_method": "awq"})
+    with pytest.raises(StartupError, match=r"qweight: its weights are quantised \(awq\)"):
         generated(path)
 
 

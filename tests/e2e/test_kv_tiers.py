@@ -25,7 +25,7 @@ from tokenspeed._scheduler import page_keys
 from tokenspeed.runtime.build import build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.core import EngineLoop
-from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.errors import EngineError, StartupError
 from tokenspeed.runtime.kv.record import HEADER_BYTES
 from tokenspeed.runtime.messages import CoreParams, Submit, packed
 from tokenspeed.runtime.options import OptionError
@@ -195,6 +195,8 @@ def test_events_tell_what_each_tier_holds(model: Path, tmp_path: Path) -> None:
         keys = page_keys(np.array(prompts()[-1], np.int32), PAGE)
         assert {key.hex() for key in keys[: len(prompts()[-1]) // PAGE]} <= known["device"]
         assert engine.control("kv_events", since=at - 3)["events"] == told["events"][-3:]
+        with pytest.raises(EngineError, match="kv_events needs the argument 'since'"):
+            engine.control("kv_events")
         assert stats["host_evicted_pages"] > 0
 
 
@@ -312,6 +314,8 @@ def test_a_server_killed_while_it_writes_leaves_nothing_that_harms_the_next(
         assert shown["requests"] == [] and shown["stats"]["hit_tokens_device"] > 0 and shown["storage"]["failures"] == 0
         told = httpx.get(f"{server.url}/internal/kv_events")
         assert told.status_code == 400 and "--kv-events N" in told.json()["error"]["message"]
+        for since in ("x", "-1", str(2**70)):
+            assert httpx.get(f"{server.url}/internal/kv_events", params={"since": since}).status_code == 400
         metrics = httpx.get(f"{server.url}/metrics").text
         assert 'tokenspeed:prefix_cache_hits_by_tier_total{model_name="tiny",tier="device"}' in metrics
         done = threading.Event()

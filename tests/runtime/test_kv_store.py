@@ -155,11 +155,42 @@ def test_the_limit_is_kept_and_what_was_read_last_stays(tmp_path: Path) -> None:
         FileStore(tmp_path, NAMESPACE, SIZE, SHARES * record - 1)
 
 
+def test_what_others_keep_in_the_folder_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    limit = 64 * (SIZE + HEADER_BYTES)
+    store = FileStore(tmp_path, NAMESPACE, SIZE, limit)
+    store.put([key(0)], [page(0)])
+    (mine,) = files(tmp_path)
+    others = [
+        tmp_path / "thesis.tex",
+        tmp_path / "v1" / "notes",
+        tmp_path / "thesis" / "v1" / "a",
+        mine.with_name("b.tmp"),
+    ]
+    others += [
+        tmp_path / "v1" / NAMESPACE.hex() / "zz" / key(1).hex(),
+        tmp_path / "v1x" / NAMESPACE.hex() / "aa" / key(1).hex(),
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * limit)
+        os.utime(path, (1e9, 1e9))
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-linked"
+    (elsewhere / "ab").mkdir(parents=True)
+    linked = elsewhere / "ab" / key(9).hex()
+    linked.write_bytes(b"x" * limit)
+    (tmp_path / "v1" / OTHER.hex()).symlink_to(elsewhere)
+    for i in range(200):
+        store.put([key(i)], [page(i)])
+    assert all(path.read_bytes() == b"x" * limit for path in (*others, linked))
+    assert sum(path.stat().st_size for path in files(tmp_path) if path not in others and path != linked) <= limit
+    assert store.exists([key(199)]) == [True] and store.tally.removed >= 200 - 64
+
+
 def test_temporary_files_of_a_dead_server_go(tmp_path: Path) -> None:
     store = FileStore(tmp_path, NAMESPACE, SIZE, LIMIT)
     store.put([key(1)], [page(1)])
     (path,) = files(tmp_path)
-    old, new = path.with_name("a.1.1.tmp"), path.with_name("b.1.1.tmp")
+    old, new = path.with_name(f"{key(7).hex()}.1.1.tmp"), path.with_name(f"{key(8).hex()}.1.1.tmp")
     old.write_bytes(b"x"), new.write_bytes(b"x")
     os.utime(old, (time.time() - 10_000,) * 2)
     FileStore(tmp_path, NAMESPACE, SIZE, LIMIT).put([key(2)], [page(2)])

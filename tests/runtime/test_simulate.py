@@ -175,3 +175,13 @@ def test_what_cannot_be_is_refused(given: list[str], fault: str, capsys: pytest.
 def test_storage_needs_host_pages() -> None:
     with pytest.raises(StartupError, match="passes through host pages"):
         run(host_gib=0.0)
+
+
+@pytest.mark.parametrize(("device", "host", "storage"), [("2.01", "1", "1"), ("2.5", "1", "1"), ("2.01", "1", "0")])
+def test_pools_that_one_request_nearly_fills_serve_them_all(
+    device: str, host: str, storage: str, tmp_path: Path
+) -> None:
+    few = ["--sessions", "5", "--max-steps", "10", "--max-model-len", "16384"]
+    pools = ["--device-gib", device, "--host-gib", host, "--storage-gib", storage]
+    assert main(["simulate", *few, *pools, "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())

@@ -90,3 +90,7 @@ def _kernels(config: EngineConfig, path: Path) -> None:
     count = compile_kernels(path, config.page_size or default_page(device), bar())
     if count:
         print(f"compiled {count} kernels into it in {time.perf_counter() - started:.1f} s")
+    else:
+        print(
+            "compiled no kernels into it: no bucket of it runs on one GPU by kernels alone (`tokenspeed explain`, `kernels.json`)"
+        )

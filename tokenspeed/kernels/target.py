@@ -10,6 +10,7 @@ from typing import Literal
 from tokenspeed.kernels.spec import Capability
 
 OLDEST = 80  # the first architecture that kernels are written for
+KNOWN = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)  # what Triton compiles for
 
 
 @dataclass(frozen=True, slots=True)

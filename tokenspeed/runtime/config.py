@@ -43,11 +43,11 @@ def _device(value: str) -> str | None:
     known = re.fullmatch(r"auto|cpu|cuda(?::(\d{2,3}))?", value)
     if known and known[1] is None:
         return None
-    from tokenspeed.kernels.target import OLDEST  # with it comes torch, which a client of a server does without
+    from tokenspeed.kernels.target import KNOWN  # with it comes torch, which a client of a server does without
 
-    if known and int(known[1]) >= OLDEST:
+    if known and int(known[1]) in KNOWN:
         return None
-    return f"must be auto, cpu, cuda or cuda:ARCH with an architecture from {OLDEST} on, as in cuda:90"
+    return f"must be auto, cpu, cuda or cuda:ARCH, as in cuda:90, with one of the architectures {', '.join(map(str, KNOWN))}"
 
 
 def _fraction(value: float) -> str | None:

@@ -183,8 +183,10 @@ class EngineLoop:
         """A call whose arguments may be wrong, which is told and no more."""
         try:
             self.outbox.put(Reply(m.call_id, call()))
-        except (ValueError, TypeError) as fault:
+        except (ValueError, TypeError, OverflowError) as fault:
             self.outbox.put(Reply(m.call_id, error=str(fault)))
+        except KeyError as fault:
+            self.outbox.put(Reply(m.call_id, error=f"{m.name} needs the argument {fault}"))
 
     def _forget(self, request_id: int) -> None:
         self.table.drop(request_id)

@@ -4,15 +4,17 @@ Invariant: a file bears a page's name only when it was written whole (a temporar
 only as far as its checksum goes. Nothing is synced to the disk: a process that dies loses no file, and what a power cut leaves
 half-written is found by its checksum, removed and computed again.
 
-The folder holds at most `limit` bytes, of all namespaces: after every sixteenth of it that this server writes, the folder is
-looked through and the files that were used least lately (their modification time; reading a page renews it) are removed. So
-several servers may together exceed it by a sixteenth for each beyond the first.
+The folder holds at most `limit` bytes of pages, of all namespaces: after every sixteenth of it that this server writes, the
+folder is looked through and the pages that were used least lately (their modification time; reading a page renews it) are
+removed. So several servers may together exceed it by a sixteenth for each beyond the first. What else lies in the folder is
+not ours: only files where a page of ours would lie, under a name that a page of ours would have, are counted and removed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +29,8 @@ SHARES = 16  # of the limit; one is written between two looks at the folder, two
 PAUSE = 10.0  # seconds without writing after the folder refused one
 ABANDONED = 600.0  # seconds after which a temporary file is nobody's any more
 _TEMPORARY = ".tmp"
+#: what the folders on the way to a page are called, and the page
+_LEVELS = tuple(map(re.compile, (r"v\d+", r"[0-9a-f]{32}", r"[0-9a-f]{2}", r"[0-9a-f]{32}(\.\d+\.\d+\.tmp)?")))
 
 
 class FileStore:
@@ -133,7 +137,7 @@ class FileStore:
 
     def _sweep(self) -> None:
         now, total, files = time.time(), 0, []
-        for entry in _files(self._root):
+        for entry in _pages(self._root):
             with suppress(OSError):  # another server removed it
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(_TEMPORARY) and now - status.st_mtime > ABANDONED:
@@ -155,13 +159,17 @@ class FileStore:
         self.tally.add(removed=removed)
 
 
-def _files(root: Path) -> Iterator[os.DirEntry[str]]:
-    """All files below a folder; what cannot be read, or goes meanwhile, is left out."""
-    folders = [str(root)]
+def _pages(root: Path) -> Iterator[os.DirEntry[str]]:
+    """The files of pages, and temporary ones, of all formats and namespaces below a folder: v1/NAMESPACE/ab/abcd...; what cannot
+    be read, or goes meanwhile, is left out, and no link is followed."""
+    folders = [(str(root), 0)]
     while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
+        folder, depth = folders.pop()
+        with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
+                if not _LEVELS[depth].fullmatch(entry.name):
+                    continue
+                if depth < len(_LEVELS) - 1 and entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, depth + 1))
+                elif depth == len(_LEVELS) - 1 and entry.is_file(follow_symlinks=False):
                     yield entry

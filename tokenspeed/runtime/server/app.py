@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import PurePath
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.async_llm import AsyncLLM
@@ -81,7 +82,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         return json_response(await llm.control("scheduler"))
 
     @app.get("/internal/kv_events", responses=errors.RESPONSES)
-    async def kv_events(since: int = 0) -> Response:
+    async def kv_events(since: Annotated[int, Query(ge=0, lt=2**63)] = 0) -> Response:
         if not llm.config.kv_events:
             raise RequestError("no events are kept: start with --kv-events N")
         return json_response(await llm.control("kv_events", since=since))

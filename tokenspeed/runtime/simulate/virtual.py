@@ -166,7 +166,9 @@ class Simulation:
     # ---- the machine ----
 
     def _plan(self) -> None:
-        plan = None if self._stepping else self.scheduler.next_plan()
+        plan = None
+        if not self._stepping:  # a call that finds no room may make some, which the next one uses
+            plan = self.scheduler.next_plan() or self.scheduler.next_plan()
         for transfer in self.scheduler.transfers():
             self._transfer(transfer)
         if plan is None:
