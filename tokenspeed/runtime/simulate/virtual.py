@@ -167,10 +167,11 @@ class Simulation:
 
     def _plan(self) -> None:
         plan = None
-        if not self._stepping:  # a call that finds no room may make some, which the next one uses
-            plan = self.scheduler.next_plan() or self.scheduler.next_plan()
-        for transfer in self.scheduler.transfers():
-            self._transfer(transfer)
+        for _ in range(2):  # what is given up while transfers are told may be the room that a request waits for
+            if plan is None and not self._stepping:
+                plan = self.scheduler.next_plan()
+            for transfer in self.scheduler.transfers():
+                self._transfer(transfer)
         if plan is None:
             return
         begins = max([self.now, *(self._arrives.get(ticket, 0.0) for ticket in plan.loads.tolist())])
