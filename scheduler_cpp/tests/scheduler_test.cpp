@@ -63,20 +63,8 @@ bool SurvivesFailureAt(long fail_at) {
   std::array<Flight, 2> flights{};  // a plan that was made must not be forgotten, so no allocation here
   std::size_t out = 0;
   std::size_t sampled = 0;
-  long left = fail_at;
-  bool failed = false;
-  auto call = [&](auto&& f) {
-    allocation::FailAfter(left);
-    try {
-      f();
-      left = allocation::Disarm();
-    } catch (const std::bad_alloc&) {
-      left = allocation::Disarm();
-      failed = true;
-      scheduler.Check();
-      f();
-    }
-  };
+  allocation::FailOnce failure(fail_at);
+  auto call = [&](auto&& f) { failure.Call(f, [&] { scheduler.Check(); }); };
   for (int i = 0; i < 5; ++i) {
     call([&] {
       const auto tokens = Prompt(3 + i, i / 2);
@@ -109,7 +97,7 @@ bool SurvivesFailureAt(long fail_at) {
   EXPECT_TRUE(scheduler.Snapshot().empty());
   scheduler.FlushCache();
   EXPECT_EQ(scheduler.stats().kv_pages_free, 12);
-  return failed;
+  return failure.failed();
 }
 
 TEST(Scheduler, SurvivesTheFailureOfAnyAllocation) {

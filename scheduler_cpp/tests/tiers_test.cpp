@@ -53,20 +53,8 @@ bool SurvivesFailureAt(long fail_at) {
   flights.reserve(4);
   out.reserve(256);
   std::size_t sampled = 0;
-  long left = fail_at;
-  bool failed = false;
-  auto call = [&](auto&& f) {
-    allocation::FailAfter(left);
-    try {
-      f();
-      left = allocation::Disarm();
-    } catch (const std::bad_alloc&) {
-      left = allocation::Disarm();
-      failed = true;
-      scheduler.Check();
-      f();
-    }
-  };
+  allocation::FailOnce failure(fail_at);
+  auto call = [&](auto&& f) { failure.Call(f, [&] { scheduler.Check(); }); };
   for (int i = 0; i < 4; ++i)
     call([&] {
       const auto tokens = Prompt(3 + 2 * i, i / 2);
@@ -111,7 +99,7 @@ bool SurvivesFailureAt(long fail_at) {
   }
   EXPECT_EQ(sampled, 4U * 8U) << "allocation " << fail_at;
   ExpectAllHome(scheduler);
-  return failed;
+  return failure.failed();
 }
 
 TEST(Tiers, SurviveTheFailureOfAnyAllocation) {

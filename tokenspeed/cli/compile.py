@@ -71,23 +71,18 @@ def run(args: argparse.Namespace) -> int:
     certified = f", certified in {compiled.certified:.2f} s" if compiled.certified >= 0.005 else ""
     passes = f"{compiled.seconds - compiled.certified:.2f} s (all passes){certified}"
     print(f"compiled in {passes}, {total:.2f} s with reading the checkpoint and writing {path}")
-    if not args.no_kernels:
-        _kernels(config, path)
+    if not args.no_kernels and (device := compiled.manifest["device"]) != "cpu":
+        _kernels(path, device, config.page_size)
     return 0
 
 
-def _kernels(config: EngineConfig, path: Path) -> None:
-    """Compiles the kernels of an artifact for a GPU into it."""
-    from tokenspeed.compiler.artifact import load_artifact
-
-    device = load_artifact(path).manifest["device"]
-    if device == "cpu":
-        return
+def _kernels(path: Path, device: str, page: int) -> None:
+    """Compiles the kernels of an artifact for a GPU into it, for pages of `page` tokens (0: the default)."""
     from tokenspeed.runtime.ahead import compile_kernels
     from tokenspeed.runtime.executor import default_page
 
     started = time.perf_counter()
-    count = compile_kernels(path, config.page_size or default_page(device), bar())
+    count = compile_kernels(path, page or default_page(device), bar())
     if count:
         print(f"compiled {count} kernels into it in {time.perf_counter() - started:.1f} s")
     else:

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 from tokenspeed.runtime.errors import StartupError
 
 T = TypeVar("T")
+MAY_BE_ZERO = (
+    "seed", "host_gib", "storage_gib", "prefill_chunk", "decode_stall_tokens", "human_scale", "step_ms", "storage_ms",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,16 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _from(cls: type[T], args: argparse.Namespace) -> T:
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name, value in values.items():
-        zero = name in (
-            "seed",
-            "host_gib",
-            "storage_gib",
-            "prefill_chunk",
-            "decode_stall_tokens",
-            "human_scale",
-            "step_ms",
-            "storage_ms",
-        )
+        zero = name in MAY_BE_ZERO
         if value < 0 or (not zero and value == 0):
             raise StartupError(f"--{name.replace('_', '-')} is {value}: give {'0 or more' if zero else 'more than 0'}")
     return cls(**values)

@@ -7,6 +7,7 @@ meaning of the value stays the same is a consequence (rulecheck shows it), not a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from tokenspeed.ir.meaning import Meaning, Value, merge
 from tokenspeed.ir.mesh import Axes, Plan
 from tokenspeed.ir.ops.moe import wanted
 from tokenspeed.ir.types import ROW_DIMS, Type
+
+Made = TypeVar("Made")
 
 
 def outer_blocks(plan: Plan, factors: Axes, held: Axes, axes: Axes, dim: str) -> int:
@@ -38,22 +41,29 @@ def outer_blocks(plan: Plan, factors: Axes, held: Axes, axes: Axes, dim: str) ->
 
 def collective(op: str, xs: Sequence[Value], before: Type, axes: Axes, dim: str, m: Meaning) -> list[Value]:
     """The locals after redistribution `op` of `xs` : `before` over `axes` (and `dim`, where it has one)."""
-    out: list[Value] = [None] * len(xs)
     held = tuple(a for a in before.dim(dim).axes if a not in axes) if dim else ()
     outer = outer_blocks(m.plan, m.factors.get(dim, ()), held, axes, dim) if dim else 1
     k = before.names.index(dim) if dim else 0
     last = set(axes) == set(before.pending)
-    made: dict[
-        tuple[int, ...], list[Value]
-    ] = {}  # by the very locals of a group: groups that hold the same make the same
-    for group in m.mesh.groups(axes):
-        mine = [xs[r] for r in group]
-        key = tuple(map(id, mine))
+    return _by_group(
+        m.mesh.groups(axes), [(id(x),) for x in xs],
+        lambda group: _moved(op, [xs[r] for r in group], before.kind, last, k, outer),
+    )  # fmt: skip
+
+
+def _by_group(
+    groups: Sequence[Sequence[int]], held: Sequence[tuple[int, ...]], make: Callable[[Sequence[int]], list[Made]]
+) -> list[Made]:
+    """What `make` gives the ranks of each group, by rank. Groups whose ranks hold the very same (`held`: by rank, what tells it
+    apart) make the same, once."""
+    made: dict[tuple[tuple[int, ...], ...], list[Made]] = {}
+    out: dict[int, Made] = {}
+    for group in groups:
+        key = tuple(held[r] for r in group)
         if key not in made:
-            made[key] = _moved(op, mine, before.kind, last, k, outer)
-        for r, x in zip(group, made[key]):
-            out[r] = x
-    return out
+            made[key] = make(group)
+        out.update(zip(group, made[key], strict=True))
+    return [out[r] for r in range(len(held))]
 
 
 def _moved(op: str, mine: list[Value], kind: str, last: bool, k: int, outer: int) -> list[Value]:
@@ -80,15 +90,8 @@ def exchange(
     """The locals of `experts` where its rows lie on `axes` of the experts. `args[r]`: operands of rank r, whose experts count
     from `firsts[r]`. A rank is given the rows of its group that picked one of its experts, in group order (NaN stands where it
     is given none) and `run(r, operands)` is what it makes of them; a row is the sum of what comes back, in group order."""
-    out: list[Tensor] = [torch.empty(0)] * len(args)
-    made: dict[tuple[int, ...], list[Tensor]] = {}  # by the very operands of a group
-    for group in m.mesh.groups(axes):
-        key = tuple(k for r in group for k in (firsts[r], *map(id, args[r])))
-        if key not in made:
-            made[key] = _exchanged(args, firsts, group, run)
-        for r, x in zip(group, made[key]):
-            out[r] = x
-    return out
+    held = [(first, *map(id, operands)) for first, operands in zip(firsts, args, strict=True)]
+    return _by_group(m.mesh.groups(axes), held, lambda group: _exchanged(args, firsts, group, run))
 
 
 def _exchanged(

@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenspeed.compiler.artifact import load_artifact
 from tokenspeed.kernels.launch import compiling_ahead
 from tokenspeed.kernels.shipped import shipping
+from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import DummyCheckpoint, checkpoint_of
 from tokenspeed.runtime.cuda_executor import KERNELS, CudaExecutor
 from tokenspeed.runtime.executor import RankConfig
@@ -49,26 +50,20 @@ class _Compiling(CudaExecutor):
     """An executor up to the point where its kernels are compiled."""
 
     gpu_type = _NoGpu
-    arch = 0
 
     def _make(self, steps: Any, progress: Progress) -> None:
-        with compiling_ahead(self.arch):
+        with compiling_ahead(target_of(self.artifact.manifest["device"]).arch):
             self._walk(steps)
-
-    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def compile_kernels(path: Path, page: int, progress: Progress = silent) -> int:
     """Compiles the kernels of the artifact at `path`, for pages of `page` tokens, into its folder of kernels; the number of
     them, 0 for one that no single GPU runs."""
     artifact = load_artifact(path)
-    device = artifact.manifest["device"]
-    if not device.startswith("cuda:") or artifact.plan.mesh.ranks > 1:
+    if artifact.manifest["device"] == "cpu" or artifact.plan.mesh.ranks > 1:
         return 0
     note = artifact.checkpoint()
     config = RankConfig(str(path), note, 0, page, 1024, 4096, 1)
-    _Compiling.arch = int(device.partition(":")[2])
     with shipping(path / KERNELS):
         _Compiling(config, artifact, _Shapes(checkpoint_of(note).config), progress)
     return sum(1 for _ in (path / KERNELS).glob("*/*.cubin"))

@@ -156,9 +156,8 @@ class Executor:
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
-        self.state: list[
-            Tensor
-        ] = []  # of the full sampler; but for the masks, for the ids from `first_id` on that this rank holds
+        # Of the full sampler; but for the masks, for the ids from `first_id` on that this rank holds.
+        self.state: list[Tensor] = []
         self.first_id = 0
         self.recurrent: list[Tensor] = []  # caches of state slots
         self.paged: list[Tensor] = []  # caches of pages, all that a page holds on this rank

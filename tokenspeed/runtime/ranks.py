@@ -169,11 +169,10 @@ class Ranks:
 
     def _worker_reason(self, patience: float = 0) -> str:
         """What a failed worker said, or how it ended, if one has; one may still be about to end for so many seconds."""
-        if patience:
-            closed = wait_for([p.sentinel for p, _ in self.workers], patience)
-            for p, _ in self.workers:
-                if p.sentinel in closed:
-                    p.join(patience)
+        closed = wait_for([p.sentinel for p, _ in self.workers], patience)
+        for p, _ in self.workers:
+            if p.sentinel in closed:  # its end follows at once
+                p.join(1)
         for p, conn in self.workers:
             try:
                 while conn.poll(0.2 if not p.is_alive() else 0):

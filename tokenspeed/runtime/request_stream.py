@@ -95,11 +95,8 @@ class RequestStream:
         self.prompt_ids = prompt_ids
         self.choices = choices
         self.request_ids: list[int] = []  # of the choices that went to the core
-        self.cached: tuple[int, int, int] = (
-            0,
-            0,
-            0,
-        )  # prompt tokens from the prefix cache; of those from host memory, from storage
+        # Prompt tokens from the prefix cache; of those from host memory, from storage.
+        self.cached: tuple[int, int, int] = (0, 0, 0)
         self._on_close = on_close
         self._deltas: deque[OutputDelta] = deque()
         self._waiter: asyncio.Future[None] | None = None

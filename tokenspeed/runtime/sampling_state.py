@@ -61,9 +61,8 @@ class SamplingTable:
             r = self.requests.get(int(ids[i]))
             if r is None:
                 continue  # aborted between plan and launch: its row is a hole that nobody reads
-            if (
-                positions[i] >= 0
-            ):  # a chunk that does not end its prompt samples nothing: its row is a hole that counts no token
+            # A chunk that does not end its prompt samples nothing: its row is a hole that counts no token.
+            if positions[i] >= 0:
                 out[i] = r.words
                 out[i, Word.SLOT], out[i, Word.POSITION] = slots[i], positions[i]
                 flags |= int(r.words[Word.FLAGS])

@@ -15,12 +15,12 @@ from tokenspeed.compiler.passes.leaves import Binding, param_types
 from tokenspeed.compiler.passes.trace import Flat
 from tokenspeed.compiler.weightmap import EACH, Entry, Part, Segment, WeightMap
 from tokenspeed.ir.errors import PlanError
+from tokenspeed.kernels.formats import QUANTISED, format_of
 from tokenspeed.models.nn.maps import STREAM, HeadLinear, Matrices, Weight
 from tokenspeed.models.nn.params import LatentCache, PagedAttention, RMSNorm, Rope, SamplingState
 from tokenspeed.models.nn.state import StateCache
 
-#: entries of one block of a quantised format along a row
-BLOCK = {"q4_0": 32, "q4_1": 32, "q5_0": 32, "q8_0": 32, "mxfp4": 32, "int4_32": 32, "q4_k": 256, "q6_k": 256}
+STACKED = frozenset({"mxfp4", "int4_32"})  # formats in which kernels read stacks of matrices
 
 
 @dataclass
@@ -84,8 +84,8 @@ def choose_formats(
         sources = names.sources(path, segs, ".weight", f".{EACH}" if stacked else "")
         formats = {next(filter(None, (stored(s.replace(EACH, "0")) for s in alts)), None) for alts, _ in sources}
         fmt = formats.pop() if len(formats) == 1 else None
-        readable = fmt in ("mxfp4", "int4_32") if stacked else fmt in BLOCK
-        out[path] = fmt if fmt and readable and _sliceable(decl, layout, BLOCK[fmt]) else dtype
+        readable = fmt in (STACKED if stacked else QUANTISED)
+        out[path] = fmt if fmt and readable and _sliceable(decl, layout, format_of(fmt).block) else dtype
     return out
 
 

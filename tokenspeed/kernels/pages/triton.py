@@ -24,7 +24,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def move_pages(
-    rows, row_words, table, pages, count, caches, programs,
+    rows, row_words, table, pages, caches, programs,
     BYTES: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """`programs` programs a page and cache, each every so many blocks of words. OUT: to the rows, else from them."""
@@ -74,6 +74,6 @@ def _move(table: Tensor, word: int, pages: Tensor, rows: Tensor, out: bool) -> N
     words = rows.view(WORDS[word])
     programs = power_of_2(words.shape[1] // caches // (8 * BLOCK))
     launch(
-        move_pages, (count * caches * programs,), words, words.shape[1], table, pages, count, caches, programs,
+        move_pages, (count * caches * programs,), words, words.shape[1], table, pages, caches, programs,
         BYTES=word, BLOCK=BLOCK, OUT=out, num_warps=4,
     )  # fmt: skip

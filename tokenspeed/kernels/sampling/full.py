@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenspeed.kernels.arguments import fail
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch, power_of_2, scratch
-from tokenspeed.kernels.sampling.triton import PARAM_WORDS, noise_of, philox_words
+from tokenspeed.kernels.sampling.triton import PARAM_WORDS, checked, noise_of, philox_words
 
 BLOCK = 4096  # logits a step
 TOP = 20  # alternatives reported a row, at most
@@ -202,12 +202,10 @@ def sample(
     out = (token i32 [S], logprob f32 [S], top ids i32 [S, 20], top logprobs f32 [S, 20]); an unused place holds id -1.
     Adds the drawn token to `counts` where the row has the penalties flag.
     """
-    s, v = z.shape
+    s, v = checked("sample", z, params)
     token, logprob, ids, logprobs = out
-    if z.dtype != torch.float32 or (z.stride(1) != 1 and v != 1) or not 0 < vocab <= v:
+    if not 0 < vocab <= v:
         raise fail("sample", z=z, vocab=vocab)
-    if params.dtype != torch.int32 or params.shape != (s, PARAM_WORDS) or not params.is_contiguous():
-        raise fail("sample", z=z, params=params)
     if (counts.dtype, seen.dtype, bias.dtype) != (torch.int32, torch.uint8, torch.float32):
         raise fail("sample", counts=counts, seen=seen, bias=bias)
     if any(t.shape[0] != counts.shape[0] or t.shape[1] < vocab or t.stride(1) != 1 for t in (counts, seen, bias)):

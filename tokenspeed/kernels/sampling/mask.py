@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed.kernels.arguments import fail
 from tokenspeed.kernels.dependent import await_inputs
 from tokenspeed.kernels.launch import launch
-from tokenspeed.kernels.sampling.triton import PARAM_WORDS
+from tokenspeed.kernels.sampling.triton import PARAM_WORDS, checked
 
 BLOCK = 2048  # logits a program
 
@@ -40,12 +40,9 @@ def allow_ids(
 
 def mask_logits(z: Tensor, params: Tensor, allow: Tensor, *, offset: int, out: Tensor) -> None:
     """z f32 [S, V] of the global ids `offset` .., params i32 [S, 16], allow i32 [R, words]; out may be z. See the op."""
-    s, v = z.shape
-    flat = v <= 1 or z.stride(1) == out.stride(1) == 1
-    if not z.dtype == out.dtype == torch.float32 or out.shape != z.shape or not flat:
+    s, v = checked("mask_logits", z, params)
+    if out.dtype != torch.float32 or out.shape != z.shape or (out.stride(1) != 1 and v != 1):
         raise fail("mask_logits", z=z, out=out)
-    if params.dtype != torch.int32 or params.shape != (s, PARAM_WORDS) or not params.is_contiguous():
-        raise fail("mask_logits", z=z, params=params)
     if allow.dtype != torch.int32 or allow.shape[1] * 32 < offset + v or allow.stride(1) != 1 or offset < 0:
         raise fail("mask_logits", z=z, allow=allow, offset=offset)
     if s == 0 or v == 0:
@@ -53,6 +50,5 @@ def mask_logits(z: Tensor, params: Tensor, allow: Tensor, *, offset: int, out: T
     blocks = -(-v // BLOCK)
     launch(
         allow_ids, (s * blocks,), z, z.stride(0), params, allow, allow.stride(0), allow.shape[0], out, out.stride(0),
-        offset, v, blocks, WORDS=PARAM_WORDS, COPY=out.data_ptr() != z.data_ptr() and z.device.type != "meta", BLOCK=BLOCK,
-        num_warps=4,
+        offset, v, blocks, WORDS=PARAM_WORDS, COPY=out.data_ptr() != z.data_ptr(), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

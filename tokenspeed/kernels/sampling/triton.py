@@ -147,7 +147,8 @@ def pick(
             tl.store(counter + row, 0)
 
 
-def _checked(op: str, z: Tensor, params: Tensor | None) -> tuple[int, int]:
+def checked(op: str, z: Tensor, params: Tensor | None) -> tuple[int, int]:
+    """The extents of logits z f32 [S, V]; ValueError where they, or the rows' parameters i32 [S, 16], do not fit `op`."""
     s, v = z.shape
     if z.dtype != torch.float32 or (z.stride(1) != 1 and v != 1):
         raise fail(op, z=z)
@@ -159,7 +160,7 @@ def _checked(op: str, z: Tensor, params: Tensor | None) -> tuple[int, int]:
 
 
 def _map(op: str, z: Tensor, params: Tensor, offset: int, out: Tensor, temper_: bool, gumbel_: bool) -> None:
-    s, v = _checked(op, z, params)
+    s, v = checked(op, z, params)
     if out.dtype != torch.float32 or out.shape != z.shape or (out.stride(1) != 1 and v != 1):
         raise fail(op, z=z, out=out)
     if s == 0 or v == 0:
@@ -176,7 +177,7 @@ def _map(op: str, z: Tensor, params: Tensor, offset: int, out: Tensor, temper_: 
 def _pick(
     op: str, z: Tensor, params: Tensor | None, offset: int, out: tuple[Tensor, Tensor], temper_: bool, gumbel_: bool
 ) -> None:
-    s, v = _checked(op, z, params)
+    s, v = checked(op, z, params)
     value, index = out
     if value.dtype != torch.float32 or index.dtype != torch.int32 or value.shape != (s,) or index.shape != (s,):
         raise fail(op, z=z, value=value, index=index)

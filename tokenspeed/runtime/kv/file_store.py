@@ -30,7 +30,9 @@ PAUSE = 10.0  # seconds without writing after the folder refused one
 ABANDONED = 600.0  # seconds after which a temporary file is nobody's any more
 _TEMPORARY = ".tmp"
 #: what the folders on the way to a page are called, and the page
-_LEVELS = tuple(map(re.compile, (r"v\d+", r"[0-9a-f]{32}", r"[0-9a-f]{2}", r"[0-9a-f]{32}(\.\d+\.\d+\.tmp)?")))
+_LEVELS = tuple(
+    map(re.compile, (r"v\d+", r"[0-9a-f]{32}", r"[0-9a-f]{2}", rf"[0-9a-f]{{32}}(\.\d+\.\d+{re.escape(_TEMPORARY)})?"))
+)
 
 
 class FileStore:
