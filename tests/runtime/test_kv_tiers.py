@@ -276,7 +276,11 @@ def test_a_transfer_is_answered_when_all_its_ranks_have_with_the_fewest_pages(
         path.unlink()
     tiers.start(transfers(order(5, "prefetch", [], [1, 2, 3])))
     assert answers(tiers, 1) == [(5, 1)]
-    assert tiers.totals()["hits"] == 5 and tiers.answered() == [], "one of them behind the gap"
+    # One of them lies behind the gap: its thread may still read when the order, which does not need it, is answered.
+    deadline = time.monotonic() + 20
+    while (hits := sum(r.tiers.totals()["hits"] for r in (own, same, other))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert hits == 5 and tiers.answered() == []
 
 
 def test_a_worker_goes_on_while_nobody_reads_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
