@@ -1,0 +1,28 @@
+"""Model output to reasoning, content and tool calls: one incremental state machine a choice."""
+
+from tokenspeed.runtime.parsers.families import REASONING_PARSERS, TOOL_PARSERS, families, make_parser
+from tokenspeed.runtime.parsers.output import OutputParser
+from tokenspeed.runtime.parsers.pieces import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Piece,
+    Reasoning,
+    Tool,
+)
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
+    "Content",
+    "OutputParser",
+    "Piece",
+    "Reasoning",
+    "Tool",
+    "families",
+    "make_parser",
+]
