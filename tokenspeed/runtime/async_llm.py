@@ -179,6 +179,8 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         ready = self.ready
+        if params.structure is not None:
+            raise RequestError("this engine does not constrain outputs: leave the structure out", param="structure")
         check_integer("priority", priority, -(1 << 31), (1 << 31) - 1)
         check_text("cache_salt", cache_salt)
         self._check_choices(len(prompts), params.n)

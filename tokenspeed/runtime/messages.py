@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tokenspeed.runtime.grammar import Structure
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -36,6 +38,7 @@ class CoreParams:
     allowed_token_ids: list[int] | None = None
     seed: int = 0  # 64 bits, unsigned; the front draws one where the request names none
     logprobs: int = -1  # -1: none; 0..20: the sampled token's and so many of the best
+    structure: Structure | None = None  # what the output must look like
 
 
 # ---- front -> core -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tokenspeed.runtime.errors import RequestError
+from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.messages import CoreParams
 
 MAX_CHOICES = 128
@@ -32,7 +33,8 @@ class SamplingParams:
     temperature 0 is greedy. max_tokens None means the rest of the context. top_k 0 or -1, top_p 1, min_p 0 switch a
     filter off. The repetition penalty looks at prompt and output, presence and frequency penalties at the output
     alone. `logprobs` k asks for the sampled token's log-probability and those of the k best. A `seed` makes the
-    request reproducible; it lies in -2^63..2^63-1, and choice i of `n` uses seed + i (modulo 2^64).
+    request reproducible; it lies in -2^63..2^63-1, and choice i of `n` uses seed + i (modulo 2^64). A `structure` is what
+    the output must look like; where it is complete the output ends, whatever min_tokens and ignore_eos say.
     """
 
     n: int = 1
@@ -55,6 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -135,6 +138,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.structure, Structure | None):
+            raise RequestError("structure must be a Structure", param="structure")
 
     def resolve(self, prompt_len: int, max_model_len: int, eos_ids: Iterable[int], vocab_size: int) -> CoreParams:
         """The engine core's parameters for a prompt of `prompt_len` tokens, seed as given (0 where none is).
@@ -168,6 +173,7 @@ class SamplingParams:
             allowed_token_ids=None if self.allowed_token_ids is None else list(self.allowed_token_ids),
             seed=(self.seed or 0) & SEED_MASK,
             logprobs=-1 if self.logprobs is None else self.logprobs,
+            structure=self.structure,
         )
 
     def _budget(self, prompt_len: int, limit: int) -> int:

@@ -1,0 +1,5 @@
+"""Structured output: what a request's text must look like, and the masks that make it so."""
+
+from tokenspeed.runtime.grammar.structure import Structure
+
+__all__ = ["Structure"]
