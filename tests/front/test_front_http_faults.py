@@ -16,7 +16,7 @@ import scripted_core
 from serving import AppServer, lines
 
 from tokenspeed.runtime.config import ServerConfig
-from tokenspeed.runtime.server import protocol, sse
+from tokenspeed.runtime.server import chat_request, protocol, sse
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -247,7 +247,7 @@ def test_every_field_of_the_documentation(server: AppServer) -> None:
     assert page.read_text("utf-8").endswith(markdown())
 
 
-@pytest.mark.parametrize(("path", "cls"), [(CHAT, protocol.ChatRequest), (TEXT, protocol.CompletionRequest)])
+@pytest.mark.parametrize(("path", "cls"), [(CHAT, chat_request.ChatRequest), (TEXT, protocol.CompletionRequest)])
 def test_null_is_the_default_of_every_field(server: AppServer, path: str, cls: Any) -> None:
     body = dict.fromkeys(cls.model_fields) | {"messages": MESSAGES, "prompt": "x"}
     assert server.post(path, {**body, "max_tokens": 1}).status_code == 200

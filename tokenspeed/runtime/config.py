@@ -189,7 +189,10 @@ class ServerConfig:
     port: int = option(
         8000, check=lambda value: None if 0 <= value < 65536 else "must lie in 0..65535", help="Port; 0: a free one"
     )
-    served_model_name: str = option("", help="The model's name in requests and answers; none: from the model's path")
+    served_model_name: str = option(
+        "",
+        help="Names of the model in requests, as in NAME,ALIAS, the first one in answers; none: from the model's path",
+    )
     api_key: str = option("", help="Key that /v1 requests must bear (`Authorization: Bearer KEY`); none: open")
     drain_timeout: float = option(
         30.0, check=at_least(0), help="Seconds that requests in flight may take after SIGTERM before they are aborted"

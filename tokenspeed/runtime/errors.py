@@ -25,6 +25,10 @@ class RequestError(EngineError, ValueError):
         self.code = code
 
 
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+
 class QueueFullError(EngineError):
     """Too much is queued already (max_queued_requests, max_queued_tokens): come back after `retry_after` seconds."""
 

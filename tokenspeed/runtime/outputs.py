@@ -37,6 +37,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     cached_host: int = 0  # of those, found in host memory
     cached_storage: int = 0  # and in storage
+    reasoning_tokens: int = 0  # of the completion tokens, those that were thought
 
     @property
     def total_tokens(self) -> int:

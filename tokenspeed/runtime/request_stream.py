@@ -140,6 +140,11 @@ class RequestStream:
             self._waiter.set_result(None)
         self._on_close(self)
 
+    def abort(self) -> None:
+        """End what is not finished with the finish reason `abort`, which the iteration still yields."""
+        if not self._closed:
+            self._on_close(self)
+
     async def collect(self) -> RequestOutput:
         """All choices, finished. Raises GenerationError where the core failed on one; closes the stream."""
         completions = [Completion(choice.index) for choice in self.choices]

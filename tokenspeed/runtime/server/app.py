@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import PurePath
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.async_llm import AsyncLLM
-from tokenspeed.runtime.config import EngineConfig, ServerConfig
+from tokenspeed.runtime.config import ServerConfig
 from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server import errors
 from tokenspeed.runtime.server.body import BodyRoute
 from tokenspeed.runtime.server.chat import chat_completions
+from tokenspeed.runtime.server.chat_request import ChatRequest
 from tokenspeed.runtime.server.completions import completions
 from tokenspeed.runtime.server.gate import Gate, Life
-from tokenspeed.runtime.server.protocol import ChatRequest, CompletionRequest
+from tokenspeed.runtime.server.protocol import CompletionRequest
+from tokenspeed.runtime.server.served import Served
 from tokenspeed.runtime.server.whole import json_response
-
-
-class ModelNotFound(RequestError):
-    """The request names a model that is not served here."""
-
-
-def model_name(engine: EngineConfig, server: ServerConfig) -> str:
-    """The name the model goes by: the one given, else from where it lies."""
-    return server.served_model_name or PurePath(engine.model.rpartition(":")[2]).name.removesuffix(".gguf")
 
 
 def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
@@ -37,38 +28,24 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     app.router.route_class = BodyRoute
     app.add_middleware(Gate, life=life, config=config)
     errors.install(app)
-    name, created = model_name(llm.config, config), int(time.time())
-
-    @app.exception_handler(ModelNotFound)
-    async def _(request: Request, fault: ModelNotFound) -> Response:
-        return errors.error_response(404, fault.message, param="model", code="model_not_found")
-
-    def check_model(given: str | None) -> None:
-        if given is not None and given != name:
-            raise ModelNotFound(f"no such model here; this server has {name}")
+    served = Served(llm, config)
 
     @app.post("/v1/chat/completions", responses=errors.RESPONSES)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        check_model(body.model)
-        return await chat_completions(llm, name, body, request)
+        return await chat_completions(served, body, request)
 
     @app.post("/v1/completions", responses=errors.RESPONSES)
     async def text(body: CompletionRequest, request: Request) -> Response:
-        check_model(body.model)
-        return await completions(llm, name, body, request)
-
-    def model_object() -> dict[str, object]:
-        card = {"id": name, "object": "model", "created": created, "owned_by": "tokenspeed"}
-        return {**card, "max_model_len": llm.max_len}
+        return await completions(served, body, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [model_object()]})
+        return json_response({"object": "list", "data": [served.model_object(name) for name in served.names]})
 
     @app.get("/v1/models/{model_id:path}", responses=errors.RESPONSES)
     async def model(model_id: str) -> Response:
-        check_model(model_id)
-        return json_response(model_object())
+        served.check_model(model_id)
+        return json_response(served.model_object(model_id))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the same deltas as one answer or as a stream of chunks."""
+"""POST /v1/chat/completions: a run's news as chunks, or its choices as one answer."""
 
 from __future__ import annotations
 
@@ -10,80 +10,95 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenspeed.runtime.async_llm import AsyncLLM
-from tokenspeed.runtime.outputs import Completion, OutputDelta, RequestOutput
-from tokenspeed.runtime.request_stream import RequestStream
+from tokenspeed.runtime.errors import GenerationError
+from tokenspeed.runtime.outputs import OutputDelta
+from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
+from tokenspeed.runtime.server.chat_request import ChatRequest
 from tokenspeed.runtime.server.errors import error_object
-from tokenspeed.runtime.server.protocol import ChatRequest
 from tokenspeed.runtime.server.render import chat_logprobs, usage_object
+from tokenspeed.runtime.server.run import Choice, Run, begin
+from tokenspeed.runtime.server.served import Served
 from tokenspeed.runtime.server.sse import DONE, EventStream, event, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
 
-async def chat_completions(llm: AsyncLLM, model: str, body: ChatRequest, request: Request) -> Response:
+async def chat_completions(served: Served, body: ChatRequest, request: Request) -> Response:
     """The response. Raises EngineError before anything is sent."""
-    body.check_fields()
-    params = body.sampling()
-    text = llm.render_chat(body.messages, **body.template_variables())
-    stream = await llm.submit(
-        text,
-        params,
-        add_special_tokens=False,  # the template writes them itself
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-    )
-    answer = _Answer(llm, model, body)
+    served.check_model(body.model)
+    run = await begin(served.llm, served.notation, body.turn())
+    answer = _Answer(served, body, run)
     if body.stream:
-        return EventStream(answer.events(stream), stream.close)
-    output = await until_disconnect(request, stream.collect(), stream.close)
-    return CLIENT_GONE if output is None else json_response(answer.whole(output))
+        return EventStream(answer.events(), run.close)
+    done = await until_disconnect(request, run.finish(), run.close)
+    return CLIENT_GONE if done is None else json_response(answer.whole())
 
 
 class _Answer:
     """The id and the options that all parts of one answer share."""
 
-    def __init__(self, llm: AsyncLLM, model: str, body: ChatRequest) -> None:
-        self._tokenizer = llm.tokenizer
+    def __init__(self, served: Served, body: ChatRequest, run: Run) -> None:
+        self._tokenizer = served.llm.tokenizer
         self._body = body
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._run = run
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.model}
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """chat.completion."""
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(choice) for choice in output.choices],
-            "usage": usage_object([output.usage]),
+            "choices": [self._choice(choice) for choice in self._run.choices],
+            "usage": usage_object([self._run.usage]),
         }
 
-    def _choice(self, choice: Completion) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         out = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": self._message(choice),
             "logprobs": None if choice.logprobs is None else chat_logprobs(self._tokenizer, choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         return {**out, "token_ids": choice.token_ids} if self._body.return_token_ids else out
 
-    async def events(self, stream: RequestStream) -> AsyncIterator[bytes]:
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        text, thought, calls = choice.blocks.joined("text"), choice.blocks.joined("reasoning"), choice.blocks.calls
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (thought or calls):
+            message["content"] = None
+        if thought:
+            message["reasoning_content"] = message["reasoning"] = thought
+        if calls:
+            message["tool_calls"] = [_call(block, block.text) for block in calls]
+        return message
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        """A call that the client named is a plain stop to OpenAI, any other one is tool_calls."""
+        called = choice.finish_reason == "stop" and choice.blocks.calls and self._run.turn.choice.mode != "named"
+        return "tool_calls" if called else choice.finish_reason
+
+    async def events(self) -> AsyncIterator[bytes]:
         """chat.completion.chunk events, the last one [DONE]; a fault ends the stream with an error event."""
         body, begun = self._body, set[int]()
-        async for delta in stream:
-            if delta.index not in begun:
-                begun.add(delta.index)
-                yield self._chunk(OutputDelta(delta.index), {"role": "assistant", "content": ""}, stream)
-            if delta.finish_reason == "error":
-                yield event(error_object(500, delta.error or "the engine core failed on this request"))
-                return
-            if delta.text or delta.finish_reason or body.logprobs or body.return_token_ids:
-                yield self._chunk(delta, {"content": delta.text} if delta.text else {}, stream)
+        try:
+            async for delta, news in self._run:
+                if delta.index not in begun:
+                    begun.add(delta.index)
+                    yield self._chunk(OutputDelta(delta.index), {"role": "assistant", "content": ""})
+                parts = [part for item in news if (part := _delta(item))]
+                for part in parts[:-1]:
+                    yield self._chunk(OutputDelta(delta.index), part)
+                if parts or delta.finish_reason or body.logprobs or body.return_token_ids:
+                    yield self._chunk(delta, parts[-1] if parts else {})
+        except GenerationError as fault:
+            yield event(error_object(500, fault.message))
+            return
         if body.include_usage:
             tail = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**tail, "usage": usage_object([stream.usage])})
+            yield event({**tail, "usage": usage_object([self._run.usage])})
         yield DONE
 
-    def _chunk(self, delta: OutputDelta, news: dict[str, Any], stream: RequestStream) -> bytes:
+    def _chunk(self, delta: OutputDelta, news: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": news,
@@ -91,10 +106,33 @@ class _Answer:
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason:
+            choice["finish_reason"] = self._finish_reason(self._run.choices[delta.index])
             choice["stop_reason"] = delta.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         if self._body.include_usage:
-            chunk["usage"] = usage_object([stream.usage]) if self._body.continuous_usage else None
+            chunk["usage"] = usage_object([self._run.usage]) if self._body.continuous_usage else None
         return event(chunk)
+
+
+def _call(block: Block, text: str) -> dict[str, Any]:
+    """A call with its arguments, or a custom tool's with its input."""
+    if block.custom:
+        return {"id": block.id, "type": "custom", "custom": {"name": block.name, "input": text}}
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": text}}
+
+
+def _delta(news: News) -> dict[str, Any] | None:
+    """What an item of news is in a chunk; None for what chunks do not tell."""
+    block = news.block
+    if isinstance(news, Opened):
+        return {"tool_calls": [{"index": block.index, **_call(block, "")}]} if block.kind == "call" else None
+    if not isinstance(news, Grew):
+        return None
+    if block.kind == "text":
+        return {"content": news.text}
+    if block.kind == "reasoning":
+        return {"reasoning_content": news.text, "reasoning": news.text}
+    piece = {"custom": {"input": news.text}} if block.custom else {"function": {"arguments": news.text}}
+    return {"tool_calls": [{"index": block.index, **piece}]}

@@ -24,6 +24,7 @@ from tokenspeed.runtime.scoring import prompt_logprobs
 from tokenspeed.runtime.server.errors import error_object
 from tokenspeed.runtime.server.protocol import CompletionRequest
 from tokenspeed.runtime.server.render import completion_logprobs, token_name, token_pieces, usage_object
+from tokenspeed.runtime.server.served import Served
 from tokenspeed.runtime.server.sse import DONE, EventStream, close_all, event, merge, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
@@ -37,9 +38,11 @@ class _Echo:
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
-async def completions(llm: AsyncLLM, model: str, body: CompletionRequest, request: Request) -> Response:
+async def completions(served: Served, body: CompletionRequest, request: Request) -> Response:
     """The response. Raises EngineError before anything is sent."""
+    served.check_model(body.model)
     body.check_fields()
+    llm, model = served.llm, served.model
     params = body.sampling()
     streams = await llm.submit_all(
         body.prompts(), params, priority=body.priority or 0, cache_salt=body.cache_salt or ""

@@ -14,7 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tokenspeed.runtime.errors import EngineError, GenerationError, QueueFullError, RequestError, UnavailableError
+from tokenspeed.runtime.errors import (
+    EngineError,
+    GenerationError,
+    ModelNotFound,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from tokenspeed.runtime.server.body import BodyError
 from tokenspeed.runtime.server.protocol import FIELDS
 
@@ -29,6 +36,7 @@ _TYPES = {
 }
 _STATUS: dict[type[EngineError], tuple[int, str | None]] = {
     RequestError: (400, None),
+    ModelNotFound: (404, "model_not_found"),
     QueueFullError: (429, "rate_limit_exceeded"),
     UnavailableError: (503, "service_unavailable"),
     GenerationError: (500, "generation_failed"),
@@ -71,7 +79,7 @@ def engine_error(fault: EngineError) -> Response:
     status, code = _STATUS.get(type(fault), (500, None))
     param = None
     if isinstance(fault, RequestError):
-        param, code = fault.param, fault.code
+        param, code = fault.param, fault.code or code
     return error_response(status, fault.message, param=param, code=code, retry_after=fault.retry_after)
 
 

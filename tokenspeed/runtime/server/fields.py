@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 
+from tokenspeed.runtime.server.chat_request import ChatRequest
 from tokenspeed.runtime.server.protocol import (
     ACCEPTED_WITHOUT_EFFECT,
     REFUSED,
-    ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from tokenspeed.runtime.errors import RequestError
-from tokenspeed.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
+from tokenspeed.runtime.grammar.fields import from_response_format, from_structured_outputs
+from tokenspeed.runtime.grammar.structure import Structure
+from tokenspeed.runtime.sampling_params import SamplingParams
 
 ACCEPTED_WITHOUT_EFFECT = (
     "client_metadata",
     "include",
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
     "service_tier",
@@ -34,21 +35,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -71,20 +64,32 @@ _SAMPLING = (
     "min_tokens",
     "skip_special_tokens",
 )
+_GUIDED = ("json", "regex", "choice", "grammar")
 
 
-class StreamOptions(BaseModel):
+FIELDS: set[str] = set()  # the names of all fields of all bodies: what an error may name
+
+
+class Body(BaseModel):
+    """Any body. null stands for the default everywhere."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        FIELDS.update(cls.model_fields)
+
+
+class StreamOptions(Body):
     """How a stream reports its counts."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What chat and text completions share. null stands for the default everywhere."""
+class GenerationRequest(Body):
+    """What chat and text completions share."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     REFUSED_HERE: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
@@ -111,6 +116,12 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -130,53 +141,32 @@ class GenerationRequest(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
 
+    def structure(self) -> Structure | None:
+        """What the output must look like, by whichever of the fields says it. Raises RequestError."""
+        found = {
+            "response_format": from_response_format(self.response_format),
+            "structured_outputs": from_structured_outputs(self.structured_outputs),
+        }
+        for name in _GUIDED:
+            if (value := getattr(self, f"guided_{name}")) is not None:
+                found[f"guided_{name}"] = from_structured_outputs({name: value}, f"guided_{name}")
+        given = [name for name, structure in found.items() if structure is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} both give a structure: send one of them", param=given[0])
+        return found[given[0]] if given else None
+
     def _params(self, **more: Any) -> SamplingParams:
         """The sampling parameters; `more` wins. Raises RequestError."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**{**given, **more})
-
-
-class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
-
-    REFUSED_HERE: ClassVar[tuple[str, ...]] = ("echo",)
-
-    messages: list[dict[str, Any]]
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-    def sampling(self) -> SamplingParams:
-        """max_tokens null: the rest of the context."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        top = self.top_logprobs or 0
-        if not 0 <= top <= MAX_LOGPROBS:
-            raise RequestError(f"top_logprobs must lie in 0..{MAX_LOGPROBS}, not {top}", param="top_logprobs")
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(max_tokens=limit, logprobs=top if self.logprobs else None)
-
-    def template_variables(self) -> dict[str, Any]:
-        """What goes to the chat template beside the messages."""
-        variables = dict(self.chat_template_kwargs or {})
-        for name in ("messages", "add_generation_prompt", "continue_final_message"):
-            if name in variables:
-                raise RequestError(f"{name} is a field of the request, not one of chat_template_kwargs", param=name)
-        if self.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", self.reasoning_effort)
-        goes_on = bool(self.continue_final_message)
-        begins = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
-        return {**variables, "add_generation_prompt": begins, "continue_final_message": goes_on}
+        return SamplingParams(**{**given, "structure": self.structure(), **more})
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. The prompt is a text, token ids, or a list of either."""
+
+    REFUSED_HERE: ClassVar[tuple[str, ...]] = ("tools",)
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = None
@@ -195,11 +185,6 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]  # pyright: ignore[reportReturnType]
         return list(self.prompt)  # pyright: ignore[reportReturnType]
-
-
-FIELDS = frozenset(
-    name for body in (ChatRequest, CompletionRequest, StreamOptions) for name in body.model_fields
-)  # what an error may name
 
 
 def _token_id(key: str) -> int:

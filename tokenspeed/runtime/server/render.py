@@ -28,7 +28,9 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
                 "storage": sum(usage.cached_storage for usage in usages),
             },
         },
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
+        },
     }
 
 

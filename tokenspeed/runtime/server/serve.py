@@ -22,8 +22,9 @@ from tokenspeed.runtime.config import EngineConfig, ServerConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.messages import Ready
 from tokenspeed.runtime.metrics import Metrics
-from tokenspeed.runtime.server.app import create_app, model_name
+from tokenspeed.runtime.server.app import create_app
 from tokenspeed.runtime.server.gate import Life
+from tokenspeed.runtime.server.served import model_names
 from tokenspeed.runtime.transport import CoreEntry
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ async def serve(
     `on_listen` gets the URL before the model is loaded, `on_ready` what the core said and the URL. Raises StartupError
     when the address is taken or the model does not come up.
     """
-    life, metrics = Life(), Metrics(model_name(engine, server))
+    life, metrics = Life(), Metrics(model_names(engine, server)[0])
     llm = AsyncLLM(engine, target=target, metrics=metrics)
     app = create_app(llm, life, server, metrics)
     with _listen(server) as sock:

@@ -1,0 +1,136 @@
+"""The blocks of an answer, and their news: a parser's pieces as the wires show them.
+
+An answer is a list of blocks (reasoning, text, call), one open at a time, each opened once, grown, and closed once. All
+wires write their events from this news and their whole answers from the blocks, so a stream joined IS the whole answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenspeed.runtime.parsers import CallArguments, CallBegin, CallEnd, Piece, Reasoning, Tool
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One of them. `text` is what was thought, said, or the arguments (a custom tool's input) of a call."""
+
+    kind: Literal["reasoning", "text", "call"]
+    at: int  # its position in the answer
+    parts: list[str] = field(default_factory=list)
+    name: str = ""  # of a call; index counts calls from 0
+    id: str = ""
+    index: int = 0
+    custom: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    block: Block
+
+
+News = Opened | Grew | Closed
+
+
+class Blocks:
+    """The blocks of one choice. Give it the pieces in order with `add`, then `end` once."""
+
+    __slots__ = ("_custom", "_dropped", "_open", "_parallel", "_show_reasoning", "blocks")
+
+    def __init__(self, tools: Iterable[Tool] = (), *, parallel: bool = True, show_reasoning: bool = True) -> None:
+        """Without `parallel` all calls but the first are left out."""
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._dropped = False  # the call that is open is left out
+        self._custom = {tool.name for tool in tools if tool.kind == "custom"}
+        self._parallel = parallel
+        self._show_reasoning = show_reasoning
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def joined(self, kind: Literal["reasoning", "text"]) -> str:
+        """All text of one kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    def add(self, pieces: Iterable[Piece]) -> list[News]:
+        """What the pieces change."""
+        news: list[News] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegin):
+                self._begin(piece, news)
+            elif isinstance(piece, CallEnd):
+                self._end_call(news)
+            elif isinstance(piece, CallArguments):
+                if not self._dropped and self._open is not None and self._open.kind == "call":
+                    self._grow(self._open, piece.text, news)
+            elif isinstance(piece, Reasoning):
+                if self._show_reasoning and piece.text:
+                    self._grow(self._of("reasoning", news), piece.text, news)
+            elif piece.text:
+                self._grow(self._of("text", news), piece.text, news)
+        return news
+
+    def end(self) -> list[News]:
+        """The output is over: what is open is closed."""
+        news: list[News] = []
+        self._close(news)
+        return news
+
+    def _begin(self, piece: CallBegin, news: list[News]) -> None:
+        self._close(news)
+        self._dropped = not self._parallel and piece.index > 0
+        if self._dropped:
+            return
+        name = piece.name
+        call_id = piece.id or f"call_{uuid.uuid4().hex[:24]}"
+        self._open_new(
+            Block("call", len(self.blocks), name=name, id=call_id, index=len(self.calls), custom=name in self._custom),
+            news,
+        )
+
+    def _end_call(self, news: list[News]) -> None:
+        if self._open is not None and self._open.kind == "call":
+            self._close(news)
+        self._dropped = False
+
+    def _of(self, kind: Literal["reasoning", "text"], news: list[News]) -> Block:
+        """The open block of this kind, a new one if it is not open."""
+        if self._open is None or self._open.kind != kind:
+            self._close(news)
+            self._open_new(Block(kind, len(self.blocks)), news)
+        assert self._open is not None
+        return self._open
+
+    def _open_new(self, block: Block, news: list[News]) -> None:
+        self._open = block
+        self.blocks.append(block)
+        news.append(Opened(block))
+
+    def _grow(self, block: Block, text: str, news: list[News]) -> None:
+        block.parts.append(text)
+        news.append(Grew(block, text))
+
+    def _close(self, news: list[News]) -> None:
+        if self._open is not None:
+            news.append(Closed(self._open))
+            self._open = None

@@ -1,0 +1,138 @@
+"""A turn on its way: rendered, submitted, and its output as news of blocks, choice by choice.
+
+The one path from a `Turn` to an answer. Iterate a `Run` for what is new, or `finish` it for the whole; both leave the
+same choices behind. It ends with one finish reason a choice; a fault of the core is a GenerationError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.runtime.async_llm import AsyncLLM
+from tokenspeed.runtime.errors import GenerationError, RequestError
+from tokenspeed.runtime.messages import FinishReason, TokenLogprob
+from tokenspeed.runtime.outputs import OutputDelta, Usage
+from tokenspeed.runtime.parsers import OutputParser, Reasoning, make_parser
+from tokenspeed.runtime.request_stream import RequestStream
+from tokenspeed.runtime.server.blocks import Blocks, News
+from tokenspeed.runtime.server.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """How the model writes calls and reasoning: names of parsers, None where it has no notation for them."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+
+
+class Choice:
+    """One choice: its blocks, its tokens, and what ended it."""
+
+    __slots__ = (
+        "_parser", "_thinking", "blocks", "finish_reason", "index", "logprobs", "reasoning_tokens", "stop_reason", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, index: int, parser: OutputParser, blocks: Blocks) -> None:
+        self.index = index
+        self.blocks = blocks
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.reasoning_tokens = 0
+        self._parser = parser
+        self._thinking = False
+
+    def accept(self, delta: OutputDelta) -> list[News]:
+        """The news of one delta; the last one closes what is open."""
+        pieces = self._parser.feed(delta.text, delta.token_ids) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces = [*pieces, *self._parser.finish()]
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if pieces:
+            self._thinking = any(isinstance(piece, Reasoning) for piece in pieces)
+        if self._thinking:
+            self.reasoning_tokens += len(delta.token_ids)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        news = self.blocks.add(pieces)
+        return news if delta.finish_reason is None else [*news, *self.blocks.end()]
+
+
+class Run:
+    """See the module. `close` it in any case; what is unfinished is aborted."""
+
+    def __init__(self, turn: Turn, stream: RequestStream, choices: list[Choice], *, cut: bool) -> None:
+        self.turn = turn
+        self.choices = choices
+        self.cut = cut  # max_tokens was cut to the room in the context
+        self._stream = stream
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far; final once the iteration has ended."""
+        thought = sum(choice.reasoning_tokens for choice in self.choices)
+        return dataclasses.replace(self._stream.usage, reasoning_tokens=thought)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[OutputDelta, list[News]]]:
+        """(delta, its news) as they come; the delta's `index` is that of the choice. Raises GenerationError."""
+        async for delta in self._stream:
+            if delta.finish_reason == "error":
+                raise GenerationError(delta.error or "the engine core failed on this request")
+            yield delta, self.choices[delta.index].accept(delta)
+
+    async def finish(self) -> Run:
+        """Run to the end. Raises GenerationError."""
+        async for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def abort(self) -> None:
+        """End what is unfinished with the finish reason `abort`, which the reader of the run gets to see."""
+        self._stream.abort()
+
+
+async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:
+    """Submit a turn. Raises EngineError before anything of it reaches the core."""
+    text, ids = await prompt(llm, turn)
+    tools = turn.offered
+    if turn.offered and not notation.tool:
+        raise RequestError(
+            "this model's notation of tool calls is not known: start with --tool-call-parser, or leave tools out",
+            param="tools",
+        )
+    if turn.choice.forced:
+        raise RequestError("tool_choice can be auto or none: a call cannot be forced yet", param="tool_choice")
+    changes: dict[str, Any] = {}
+    room = llm.max_len - len(ids)
+    wanted = turn.params.max_tokens
+    cut = turn.fit and wanted is not None and wanted > room >= 1
+    if cut:
+        changes = {"max_tokens": room, "min_tokens": min(turn.params.min_tokens, room)}
+    parsers = [
+        make_parser(notation.tool, notation.reasoning, tools=tools, prompt=text, forced=turn.choice.forced)
+        for _ in range(turn.params.n)
+    ]
+    if parsers[0].keep_special:
+        changes["skip_special_tokens"] = False
+    params = dataclasses.replace(turn.params, **changes) if changes else turn.params
+    stream = await llm.submit(ids, params, priority=turn.priority, cache_salt=turn.cache_salt)
+    choices = [
+        Choice(index, parser, Blocks(tools, parallel=turn.parallel, show_reasoning=turn.show_reasoning))
+        for index, parser in enumerate(parsers)
+    ]
+    return Run(turn, stream, choices, cut=cut)
+
+
+async def prompt(llm: AsyncLLM, turn: Turn) -> tuple[str, list[int]]:
+    """The rendered prompt and its tokens; the template writes the special ones itself. Raises RequestError."""
+    text = llm.render_chat(turn.messages, **turn.template_variables())
+    return text, await llm.encode(text, add_special_tokens=False)
