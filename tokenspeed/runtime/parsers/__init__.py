@@ -11,6 +11,7 @@ from tokenspeed.runtime.parsers.pieces import (
     Reasoning,
     Tool,
 )
+from tokenspeed.runtime.parsers.strings import FreeformInput
 
 __all__ = [
     "REASONING_PARSERS",
@@ -19,6 +20,7 @@ __all__ = [
     "CallBegin",
     "CallEnd",
     "Content",
+    "FreeformInput",
     "OutputParser",
     "Piece",
     "Reasoning",

@@ -1,0 +1,168 @@
+"""Outputs of every family to pieces, the same for every chunking."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.front.outputs import SAMPLES, TOOLS, Sample, all_splits, parse
+from tokenspeed.runtime.parsers import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    FreeformInput,
+    Piece,
+    make_parser,
+)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_every_split_of_an_output_gives_its_pieces(sample: Sample) -> None:
+    assert parse(sample.parser(), [sample.text]) == sample.pieces
+    for chunks in all_splits(sample.text):
+        assert parse(sample.parser(), chunks) == sample.pieces, chunks
+
+
+def test_every_parser_has_samples() -> None:
+    assert {sample.tool for sample in SAMPLES} >= set(TOOL_PARSERS) - {"qwen3_xml"}
+    assert {sample.reasoning for sample in SAMPLES} >= set(REASONING_PARSERS)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(SAMPLES), st.randoms(use_true_random=False))
+def test_random_chunks_give_the_same_pieces(sample: Sample, chance: random.Random) -> None:
+    cuts = sorted(chance.sample(range(len(sample.text) + 1), min(len(sample.text), chance.randrange(1, 12))))
+    ends = [0, *cuts, len(sample.text)]
+    assert parse(sample.parser(), [sample.text[a:b] for a, b in itertools.pairwise(ends)]) == sample.pieces
+
+
+def mutants(chance: random.Random, text: str) -> str:
+    """`text` with some cuts, doublings, exchanges and foreign marks."""
+    marks = re.findall(r"<[^<>\s]*>|[\[\]{}\"'\\(),:\n]|[^\W\d]+", text) or ["x"]
+    for _ in range(chance.randrange(1, 5)):
+        a, b = sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
+        kind = chance.randrange(4)
+        if kind == 0:
+            text = text[:a] + text[min(b, a + 9) :]
+        elif kind == 1:
+            text = text[:b] + text[a:b] + text[b:]
+        elif kind == 2:
+            text = text[:a] + chance.choice(marks) + text[a:]
+        else:
+            text = text[:b]
+    return text[:3000]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(SAMPLES), st.randoms(use_true_random=False))
+def test_mutated_outputs_never_raise_and_never_depend_on_chunks(sample: Sample, chance: random.Random) -> None:
+    text = mutants(chance, sample.text)
+    whole = parse(sample.parser(), [text])
+    assert parse(sample.parser(), list(text)) == whole
+    a, b = sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
+    assert parse(sample.parser(), [text[:a], text[a:b], text[b:]]) == whole
+    check_order(whole)
+
+
+def check_order(pieces: tuple[Piece, ...]) -> None:
+    """Calls have the indices 0, 1, ..., do not overlap, and end."""
+    count, opened = 0, False
+    for piece in pieces:
+        match piece:
+            case CallBegin(index=index):
+                assert index == count and not opened
+                opened = True
+            case CallArguments(index=index):
+                assert index == count and opened
+            case CallEnd(index=index):
+                assert index == count and opened
+                count, opened = count + 1, False
+            case _:
+                assert not opened
+    assert not opened
+
+
+KEPT = [sample for sample in SAMPLES if sample.tool not in ("gpt-oss", "openai") and sample.name != "mistral array"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(KEPT), st.randoms(use_true_random=False))
+def test_a_word_put_anywhere_is_never_lost(sample: Sample, chance: random.Random) -> None:
+    at = chance.randrange(len(sample.text) + 1)
+    text = sample.text[:at] + "zyx" + sample.text[at:]
+    shown = "".join(
+        f"{piece.name} {piece.id}" if isinstance(piece, CallBegin) else getattr(piece, "text", "")
+        for piece in parse(sample.parser(), [text])
+    )
+    assert "zyx" in shown or '"type": "' in text[at - 20 : at]
+
+
+LONG = (
+    ("hermes", "qwen3", "<think>", "word "),
+    ("hermes", None, "", "word "),
+    ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": "', "word \\n"),
+    ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": [', "[1], "),
+    ("hermes", None, '<tool_call>{"arguments": "', "word "),
+    ("hermes", None, '<tool_call>{"id": "1"', ', "id": "1"'),
+    ("llama3_json", None, "", "{}"),
+    ("mistral", None, "[TOOL_CALLS]", " "),
+    ("qwen3_coder", None, "<tool_call>", " "),
+    ("qwen3_coder", None, "<function=now>\n<parameter=a>", "<par\n"),
+    ("qwen3_coder", None, "<function=get_weather>\n<parameter=where>", "[1, "),
+    ("glm45", None, "<tool_call>now<arg_key>", "k"),
+    ("pythonic", None, "[get_weather(city='", "word "),
+    ("deepseek_v3", None, "<｜tool▁call▁begin｜>", "word "),
+    ("kimi_k2", None, "<|tool_call_begin|>", "word "),
+    ("gpt-oss", None, "<|channel|>", "word "),
+)
+
+
+@pytest.mark.parametrize(("tool", "reasoning", "begin", "more"), LONG)
+def test_what_is_held_of_a_long_output_is_bounded(tool: str, reasoning: str | None, begin: str, more: str) -> None:
+    """Thus the time is linear in the output, token by token and at once."""
+    parser = make_parser(tool, reasoning, tools=TOOLS)
+    parser.feed(begin)
+    held = 0
+    for _ in range(5000):
+        parser.feed(more)
+        held = max(held, len(parser._reader.text))
+    assert held < 20_000
+
+
+def test_arguments_before_their_name_are_bounded_in_the_same_way_for_every_chunking() -> None:
+    for length in (16_000, 16_300, 16_340, 16_370, 16_400, 17_000):
+        text = '<tool_call>{"arguments": {"a": "' + "x" * length + '"}, "name": "now"}</tool_call>'
+        whole = parse(make_parser("hermes", None, tools=TOOLS), [text])
+        for size in (1, 1000, 9999):
+            chunks = [text[at : at + size] for at in range(0, len(text), size)]
+            assert parse(make_parser("hermes", None, tools=TOOLS), chunks) == whole
+    assert whole == (Content(text),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin\\n\\"a\\" \\\\ \\/ \\u00e9\\ud83d\\ude00 é😀"}', '*** Begin\n"a" \\ / é😀 é😀'),
+        (' { "input" : "" } ', ""),
+        ('{"input": "\\ud83d x \\ude00\\ud83d"}', "\ufffd x \ufffd\ufffd"),
+        ('{"input": "cut \\u00', "cut \\u00"),
+        ('{"input": "cut \\ud83d', "cut \ufffd"),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ('{"input": ["a"]}', '{"input": ["a"]}'),
+        ('{"inp', '{"inp'),
+        ("raw text", "raw text"),
+        ("", ""),
+    ],
+)
+def test_the_input_of_a_freeform_tool_in_every_chunking(arguments: str, text: str) -> None:
+    for chunks in ([arguments], *all_splits(arguments)):
+        unwrapped = FreeformInput()
+        assert "".join([*map(unwrapped.feed, chunks), unwrapped.finish()]) == text, chunks

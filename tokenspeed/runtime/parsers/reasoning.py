@@ -1,0 +1,64 @@
+"""Where a model's thinking begins and ends, by family.
+
+A thought stands at the beginning of an answer. The prompt may have opened it already; then the output only closes
+it. What is never closed is a thought to the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed.runtime.parsers.output import Emitter
+from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """A family's tags. `implied`: it thinks from the start unless the prompt has closed the thought."""
+
+    open: str
+    close: str
+    implied: bool = False
+    ends_at_call: bool = False  # whether a call's mark ends a thought that was not closed
+    special: bool = False  # whether the tags are special tokens
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tags that the detokenizer must keep."""
+        return frozenset({self.open, self.close}) if self.special else frozenset()
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the model is thinking already at the end of a prompt."""
+        tail = prompt.rstrip()
+        if tail.endswith((self.open, self.close)):
+            return tail.endswith(self.open)
+        return self.implied and prompt.rfind(self.close) <= prompt.rfind(self.open)
+
+    def read(self, reader: Reader, emitter: Emitter, *, opened: bool, calls: tuple[str, ...]) -> Step[None]:
+        """The thought at the beginning of the output, if there is one. `calls`: marks that end it, left unread."""
+        reader.keep()
+        yield from reader.space()
+        tagged = (yield from reader.literal(self.open)) is not None
+        if tagged:
+            reader.release()
+        else:
+            reader.back()
+        if not tagged and not opened:
+            return
+        emitter.think()
+        mark = yield from reader.until(Markers(self.close, *calls), emitter.reasoning)
+        if mark in calls:
+            reader.at -= len(mark or "")
+        if mark is not None:
+            emitter.answer()
+
+
+THINKING: dict[str, Thinking] = {
+    "deepseek_r1": Thinking("<think>", "</think>", implied=True, ends_at_call=True),
+    "glm45": Thinking("<think>", "</think>", ends_at_call=True, special=True),
+    "kimi": Thinking("◁think▷", "◁/think▷"),
+    "kimi_k2": Thinking("<think>", "</think>", ends_at_call=True, special=True),
+    "minimax": Thinking("<think>", "</think>", ends_at_call=True, special=True),
+    "mistral": Thinking("[THINK]", "[/THINK]", special=True),
+    "qwen3": Thinking("<think>", "</think>", ends_at_call=True),
+}
