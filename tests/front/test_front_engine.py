@@ -286,3 +286,23 @@ def test_public_names() -> None:
     assert {"Engine", "SamplingParams", "RequestOutput"} <= set(dir(tokenspeed))
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         _ = tokenspeed.Motor  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, ["x"]) for name in ("image_data", "audio_data", "video_data", "token_ids_logprob")],
+        *[(name, "x") for name in ("custom_logit_processor", "bootstrap_host", "lora_path", "structured_outputs")],
+        *[(name, 0) for name in ("bootstrap_port", "bootstrap_room", "top_logprobs_num")],
+        *[(name, True) for name in ("return_hidden_states", "return_logprob", "sampling_parms")],
+    ],
+)
+def test_what_generate_does_not_take_is_refused_by_name(engine: Engine, name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        engine.generate(prompt="one", sampling_params=SHORT, **{name: value})
+    assert caught.value.param == name
+
+
+def test_arguments_that_ask_for_nothing_are_taken(engine: Engine) -> None:
+    nothing = {"image_data": None, "return_hidden_states": False, "token_ids_logprob": [], "structured_outputs": {}}
+    assert engine.generate(prompt="one", sampling_params=SHORT, **nothing).finish_reason == "length"

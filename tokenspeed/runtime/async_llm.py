@@ -42,6 +42,8 @@ from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.chat_template import ChatTemplate
+    from tokenspeed.runtime.grammar import Structure
+    from tokenspeed.runtime.grammar.front import StructureCheck
     from tokenspeed.runtime.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class AsyncLLM:
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._room = asyncio.Event()
+        self._structures: StructureCheck | None = None
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._capacity = 0  # choices in flight at most; 0: no bound
 
@@ -128,6 +131,8 @@ class AsyncLLM:
         self.abort_all()
         if self._pump_task is not None:
             self._pump_task.cancel()
+        if self._structures is not None:
+            self._structures.close()
         if self._client is not None:
             await self._client.close(force=force)
         self._fail_calls("the engine is closed")
@@ -179,8 +184,6 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         ready = self.ready
-        if params.structure is not None:
-            raise RequestError("this engine does not constrain outputs: leave the structure out", param="structure")
         check_integer("priority", priority, -(1 << 31), (1 << 31) - 1)
         check_text("cache_salt", cache_salt)
         self._check_choices(len(prompts), params.n)
@@ -190,6 +193,8 @@ class AsyncLLM:
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
             carried = self._check_prompt(ids, params)
             accepted.append((ids, carried, params.resolve(len(ids), self.max_len, eos, ready.vocab_size)))
+        if params.structure is not None:
+            await self._check_structure(params.structure)
         tokens = params.n * sum(len(ids) for ids, _, _ in accepted)
         while not self._has_room(params.n * len(prompts), tokens):
             if not wait:
@@ -287,6 +292,14 @@ class AsyncLLM:
         if self.tokenizer is None and params.stops:
             raise RequestError("stop needs the text, but this model has no tokenizer: use stop_token_ids", param="stop")
         return prompt
+
+    async def _check_structure(self, structure: Structure) -> None:
+        """RequestError for a structure that cannot be followed. Imported late: few engines get one."""
+        if self._structures is None:
+            from tokenspeed.runtime.grammar.front import StructureCheck
+
+            self._structures = StructureCheck(self.tokenizer)
+        await self._structures.check(structure)
 
     def _check_choices(self, prompts: int, n: int) -> None:
         """A request of more choices than an idle engine takes can never be accepted: it is wrong, not early."""

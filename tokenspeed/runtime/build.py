@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tokenspeed.runtime.kv.identity import weights_digest
 from tokenspeed.runtime.kv.store import parse_address
 from tokenspeed.runtime.progress import bar
 from tokenspeed.runtime.ranks import Ranks, WorkerError
+from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 CPU_FRACTION, GPU_FRACTION = 0.3, 0.92  # of the free memory, where memory_fraction is 0
@@ -40,6 +42,7 @@ class Built:
     vocab_size: int
     kv_tokens: int  # what one request may hold: the pages of one home group
     summary: dict[str, Any]
+    tokenizer: Callable[[], Tokenizer | None]  # loads it: only structured output needs it here
     kv_events: int = 0  # kept for routers
 
 
@@ -130,7 +133,10 @@ def build_engine(config: EngineConfig) -> Built:
         "started": ", ".join(f"{k} {v:.1f} s" for k, v in (phases | started.executor.seconds).items()),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
     }  # fmt: skip
-    return Built(scheduler, started, artifact, length, vocab, pages * config.page_size, summary, config.kv_events)
+    return Built(
+        scheduler, started, artifact, length, vocab, pages * config.page_size, summary, lambda: load_tokenizer(config),
+        config.kv_events,
+    )  # fmt: skip
 
 
 def find_artifact(config: EngineConfig) -> Path:

@@ -2,7 +2,7 @@
 
 Invariant: the loop plans, launches, collects and reports; nothing else decides what runs or ends. With depth 1 a step is
 planned and launched while the previous one's tokens are still out, as late as that is safe (pace.py); with depth 0 it is the
-same loop, synchronous.
+same loop, synchronous. A step whose masks hang on those tokens is planned as early, and launched once they are here.
 Every request ends with exactly one delta that carries a finish reason, except those the front itself finished or aborted.
 """
 
@@ -20,6 +20,8 @@ import numpy as np
 from tokenspeed.runtime.build import Built, build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.executor import StepResult
+from tokenspeed.runtime.grammar.core import CoreGrammars
+from tokenspeed.runtime.grammar.matcher import Matcher
 from tokenspeed.runtime.kv.events import EventLog
 from tokenspeed.runtime.kv.transfers import KINDS
 from tokenspeed.runtime.messages import (
@@ -72,6 +74,7 @@ class EngineLoop:
         self.ranks: Ranks = built.ranks
         self.table = SamplingTable(built.vocab_size)
         self.depth, self.inbox, self.outbox = depth, inbox, outbox
+        self.grammars = CoreGrammars(built.tokenizer)
         self.flying: deque[tuple[Any, Callable[[], list[StepResult]]]] = deque()
         self.announced: set[int] = set()  # whose cached tokens were reported
         self.pace = Pace()
@@ -85,15 +88,18 @@ class EngineLoop:
             if not self.running or self._waits():
                 continue
             self._transferred()
+            for m, matcher in self.grammars.ready():
+                self._admit(m, matcher)
             if len(self.flying) <= self.depth and self._launch():
                 continue
             if self.flying:
                 self._collect()
-            elif self._transferring() and (message := self.inbox.get(POLL)) is not None:
+            elif self._polls() and (message := self.inbox.get(POLL)) is not None:
                 self._handle(message)
         while self.flying:
             self._collect()
         self._settle()
+        self.grammars.close()
 
     def _waits(self) -> bool:
         """Whether the next step is not due yet, with only the running one ahead of it: then a message is waited for."""
@@ -116,11 +122,15 @@ class EngineLoop:
             self._transfer()
             if not self.reported:  # the last requests ended by an abort: no step follows to say so
                 self._put([])
-            message = self.inbox.get(POLL if self._transferring() else IDLE_CHECK)
+            message = self.inbox.get(POLL if self._polls() else IDLE_CHECK)
             self.ranks.check()
             waiting = [message] if message is not None else []
         for m in waiting:
             self._handle(m)
+
+    def _polls(self) -> bool:
+        """Whether something goes on elsewhere that ends without a message."""
+        return self._transferring() or self.grammars.waiting
 
     def _has_work(self) -> bool:
         s = self.scheduler.stats()
@@ -128,8 +138,10 @@ class EngineLoop:
 
     def _handle(self, m: ToCore) -> None:
         self.reported = False
-        if isinstance(m, Submit):
-            self._submit(m)
+        if isinstance(m, Submit) and m.params.structure is not None:
+            self.grammars.begin(m)
+        elif isinstance(m, Submit):
+            self._admit(m)
         elif isinstance(m, Abort):
             self.scheduler.abort(m.request_id)
             self._forget(m.request_id)
@@ -139,10 +151,13 @@ class EngineLoop:
         elif isinstance(m, Control):
             self._control(m)
 
-    def _submit(self, m: Submit) -> None:
+    def _admit(self, m: Submit, matcher: Matcher | str | None = None) -> None:
+        """Hands a request to the scheduler; `matcher`: of its structure, or what is wrong with that."""
+        if isinstance(matcher, str):
+            return self._put([TokenDelta(m.request_id, [], "error", error=matcher)])
         p = m.params
         try:
-            self.table.add(m)
+            self.table.add(m, matcher)
             self.scheduler.submit(
                 m.request_id,
                 np.frombuffer(m.prompt, dtype=np.int32),
@@ -189,6 +204,7 @@ class EngineLoop:
             self.outbox.put(Reply(m.call_id, error=f"{m.name} needs the argument {fault}"))
 
     def _forget(self, request_id: int) -> None:
+        self.grammars.drop(request_id)
         self.table.drop(request_id)
         self.announced.discard(request_id)
 
@@ -225,13 +241,24 @@ class EngineLoop:
         self._transfer()
         if plan is None:
             return False
+        deltas: list[TokenDelta] = []
+        awaited = self.pace.clock()
+        while self.flying and self.table.awaits(plan):
+            deltas += self._arrived()
+        since += self.pace.clock() - awaited
         params, variant, ops = self.table.rows(plan)
         flying = self.ranks.launch(self.ranks.publish(plan, params, variant, ops))
         self.pace.launched(since, alone=not self.flying)
         self.flying.append((plan, flying))
+        if deltas:  # only now: the device idled
+            self._put(deltas)
         return True
 
     def _collect(self) -> None:
+        self._put(self._arrived())
+
+    def _arrived(self) -> list[TokenDelta]:
+        """Waits for the tokens of the oldest step, and tells the scheduler; what the front is to hear of them."""
         plan, wait = self.flying.popleft()
         looked = self.pace.clock()
         results = wait()
@@ -244,6 +271,7 @@ class EngineLoop:
             if any(r.logprobs is not None for r in results)
             else {}
         )
+        ended = self._matched(outputs, nothing)
         deltas: list[TokenDelta] = []
         for o in outputs:
             delta = TokenDelta(o.request_id, [o.token], o.finish_reason)
@@ -251,6 +279,8 @@ class EngineLoop:
                 if o.finish_reason is None:
                     self.scheduler.finish(o.request_id)
                 delta = TokenDelta(o.request_id, [], "error", error=NO_TOKEN)
+            elif o.request_id in ended:
+                self._structure_ended(delta, ended[o.request_id])
             elif o.finish_reason == "stop":
                 delta.stop_token_id = o.token
             if o.request_id not in self.announced:
@@ -267,7 +297,27 @@ class EngineLoop:
             if delta.finish_reason is not None:
                 self._forget(o.request_id)
             deltas.append(delta)
-        self._put(deltas)
+        return deltas
+
+    def _matched(self, outputs: Any, nothing: set[int]) -> dict[int, Matcher]:
+        """Moves the matchers of requests with a structure on; those whose output ends by it, well or with an error."""
+        if not self.table.structured:
+            return {}
+        moved = {
+            o.request_id: (m, o.token)
+            for o in outputs
+            if o.finish_reason != "stop" and o.request_id not in nothing and (m := self.table.matcher(o.request_id))
+        }
+        self.grammars.consume(list(moved.values()))
+        return {request_id: m for request_id, (m, _) in moved.items() if m.done or m.error}
+
+    def _structure_ended(self, delta: TokenDelta, matcher: Matcher) -> None:
+        """The request ends with this token, or without it where it does not fit."""
+        if delta.finish_reason is None:
+            self.scheduler.finish(delta.request_id)
+        delta.finish_reason = "error" if matcher.error else "stop"
+        if matcher.error:
+            delta.token_ids, delta.error = [], matcher.error
 
     def _put(self, deltas: list[TokenDelta]) -> None:
         self.reported = True

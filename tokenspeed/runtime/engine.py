@@ -18,6 +18,7 @@ from tokenspeed.runtime import options
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import GenerationError, RequestError, UnavailableError
+from tokenspeed.runtime.generate_arguments import with_arguments
 from tokenspeed.runtime.messages import Ready
 from tokenspeed.runtime.outputs import OutputDelta, RequestOutput
 from tokenspeed.runtime.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ class Engine:
         *,
         input_ids: Sequence[int] | None = None,
         stream: Literal[False] = False,
+        **arguments: Any,
     ) -> RequestOutput: ...
     @overload
     def generate(
@@ -93,6 +95,7 @@ class Engine:
         *,
         input_ids: Sequence[Sequence[int]] | None = None,
         stream: Literal[False] = False,
+        **arguments: Any,
     ) -> list[RequestOutput]: ...
     @overload
     def generate(
@@ -102,29 +105,40 @@ class Engine:
         *,
         input_ids: Sequence[int] | None = None,
         stream: Literal[True],
+        **arguments: Any,
     ) -> Iterator[OutputDelta]: ...
     def generate(
-        self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None, stream: bool = False
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        *,
+        input_ids: Any = None,
+        stream: bool = False,
+        **arguments: Any,
     ) -> Any:
         """Generate for one prompt, or for each of a list of them (then a list of results, in order).
 
         Give `prompt` (text) or `input_ids` (token ids; an array or tensor of integers is taken too);
         `sampling_params` one for all or one for each, each a SamplingParams or a dict of its fields. With `stream` one
-        prompt gives an iterator of OutputDelta; closing the iterator aborts the request. Raises RequestError (a
-        ValueError) for a wrong request, GenerationError when the core fails on one.
+        prompt gives an iterator of OutputDelta; closing the iterator aborts the request. `structured_outputs` says what the
+        outputs must look like (docs/structured-output.md). Raises RequestError (a ValueError) for a wrong request,
+        GenerationError when the core fails on one.
         """
         prompts, single = _prompts(prompt, input_ids)
+        params = with_arguments(_params_for(sampling_params, len(prompts)), arguments)
         if stream:
             if not single:
                 raise RequestError("stream takes one prompt: call generate once for each", param="stream")
-            return self._stream(prompts[0], _params_for(sampling_params, 1)[0])
-        outputs = self._run(self._generate_all(prompts, _params_for(sampling_params, len(prompts))))
+            return self._stream(prompts[0], params[0])
+        outputs = self._run(self._generate_all(prompts, params))
         return outputs[0] if single else outputs
 
-    async def async_generate(self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None) -> Any:
+    async def async_generate(
+        self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None, **arguments: Any
+    ) -> Any:
         """As `generate` without stream, on the caller's event loop. Cancelling it aborts the requests."""
         prompts, single = _prompts(prompt, input_ids)
-        params = _params_for(sampling_params, len(prompts))
+        params = with_arguments(_params_for(sampling_params, len(prompts)), arguments)
         outputs = await asyncio.wrap_future(self._submit(self._generate_all(prompts, params)))
         return outputs[0] if single else outputs
 
@@ -134,18 +148,20 @@ class Engine:
         sampling_params: Params | None = None,
         *,
         input_ids: Sequence[int] | None = None,
+        **arguments: Any,
     ) -> AsyncIterator[OutputDelta]:
         """The deltas of one request, on the caller's event loop; closing the iterator aborts the request."""
         prompts, single = _prompts(prompt, input_ids)
         if not single:
             raise RequestError("async_stream takes one prompt: call it once for each", param="prompt")
+        (params,) = with_arguments(_params_for(sampling_params, 1), arguments)
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[OutputDelta | BaseException | None] = asyncio.Queue()
 
         def put(item: OutputDelta | BaseException | None) -> None:
             loop.call_soon_threadsafe(deltas.put_nowait, item)
 
-        future = self._submit(self._feed(prompts[0], _params_for(sampling_params, 1)[0], put))
+        future = self._submit(self._feed(prompts[0], params, put))
         try:
             while (item := await deltas.get()) is not None:
                 yield _checked(item)

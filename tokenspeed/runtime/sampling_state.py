@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from tokenspeed.ir.ops.filters import words_of
 from tokenspeed.ir.ops.sampling import PARAM_WORDS, Flag, Word
 from tokenspeed.runtime.executor import StateOp
+from tokenspeed.runtime.grammar.matcher import Matcher
 from tokenspeed.runtime.messages import CoreParams, Submit
 
-_FULL = Flag.PENALTIES | Flag.BIAS | Flag.LOGPROBS | Flag.FILTERS
+_FULL = Flag.PENALTIES | Flag.BIAS | Flag.LOGPROBS | Flag.FILTERS | Flag.MASK
 GREEDY_BELOW = 1e-5  # temperatures below are greedy: float32 logits over them would overflow
 
 
@@ -26,6 +28,7 @@ class _Request:
     words: np.ndarray  # int32 [PARAM_WORDS], position and slot still 0
     counts: dict[int, int] = field(default_factory=dict)  # output tokens, where penalties need them
     banned: bool = False  # stop ids are banned until min_tokens
+    matcher: Matcher | None = None  # of a request with a structure
 
 
 class SamplingTable:
@@ -33,13 +36,32 @@ class SamplingTable:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.words = words_of(vocab_size)  # of a mask
         self.requests: dict[int, _Request] = {}
+        self.structured = 0  # of them, those with a matcher
 
-    def add(self, m: Submit) -> None:
-        self.requests[m.request_id] = _Request(m.params, np.frombuffer(m.prompt, dtype=np.int32), pack_params(m.params))
+    def add(self, m: Submit, matcher: Matcher | None = None) -> None:
+        prompt = np.frombuffer(m.prompt, dtype=np.int32)
+        self.requests[m.request_id] = _Request(m.params, prompt, pack_params(m.params), matcher=matcher)
+        self.structured += matcher is not None
 
     def drop(self, request_id: int) -> None:
-        self.requests.pop(request_id, None)
+        r = self.requests.pop(request_id, None)
+        self.structured -= r is not None and r.matcher is not None
+
+    def matcher(self, request_id: int) -> Matcher | None:
+        r = self.requests.get(request_id)
+        return None if r is None else r.matcher
+
+    def awaits(self, plan: Any) -> bool:
+        """Whether a row's mask hangs on a token that is still out: the matcher has seen fewer than the row's position says."""
+        if not self.structured:
+            return False
+        for i in np.flatnonzero((plan.request_ids >= 0) & (plan.out_pos >= 0)).tolist():
+            r = self.requests.get(int(plan.request_ids[i]))
+            if r is not None and r.matcher is not None and r.matcher.tokens < plan.out_pos[i] - len(r.prompt):
+                return True
+        return False
 
     def output(self, request_id: int, token: int) -> int:
         """Notes a sampled token; returns how many alternatives' log-probabilities are wanted (-1: none at all)."""
@@ -65,7 +87,10 @@ class SamplingTable:
             if positions[i] >= 0:
                 out[i] = r.words
                 out[i, Word.SLOT], out[i, Word.POSITION] = slots[i], positions[i]
-                flags |= int(r.words[Word.FLAGS])
+                if r.matcher is not None and r.matcher.words is not None:
+                    out[i, Word.FLAGS] |= int(Flag.MASK)
+                    ops.append(StateOp(i // plan.rows, int(slots[i]), mask=r.matcher.words[: self.words]))
+                flags |= int(out[i, Word.FLAGS])
             if r.words[Word.FLAGS] & (Flag.PENALTIES | Flag.BIAS):
                 ops += self._state(r, i // plan.rows, int(slots[i]), bool(plan.new_rows[i]), int(positions[i]))
         return out, "full" if flags & _FULL else "gumbel", ops
