@@ -1,5 +1,6 @@
 """Model output to reasoning, content and tool calls: one incremental state machine a choice."""
 
+from tokenspeed.runtime.parsers.call_grammar import call_grammar
 from tokenspeed.runtime.parsers.families import REASONING_PARSERS, TOOL_PARSERS, families, make_parser
 from tokenspeed.runtime.parsers.output import OutputParser
 from tokenspeed.runtime.parsers.pieces import (
@@ -25,6 +26,7 @@ __all__ = [
     "Piece",
     "Reasoning",
     "Tool",
+    "call_grammar",
     "families",
     "make_parser",
 ]
