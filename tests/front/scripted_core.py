@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.messages import (
@@ -90,6 +92,8 @@ class Core:
             if message.name == "stats":
                 result = {**self.counts, "running": len(self.running), "seeds": self.seeds, "pid": os.getpid()}
                 self.outbox.put(Reply(message.call_id, result))
+            elif message.name == "flush_cache":
+                self.outbox.put(Reply(message.call_id, {"pages": len(self.seen)}))
             else:
                 self.outbox.put(Reply(message.call_id, error=f"no such call: {message.name}"))
         return False
@@ -192,6 +196,53 @@ class MinusInfinityCore(Core):
 
 def run_core_minus_infinity(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
     MinusInfinityCore(config, inbox, outbox).run()
+
+
+PLAYS: deque[list[int]] = deque()  # outputs to come of the players in this process, one a request
+
+
+class Player(Core):
+    """Plays fixed outputs in a large context; the last of their tokens is the end of sequence, unless it is cut off.
+
+    Where none is left it echoes. One token a step, or three.
+    """
+
+    def handle(self, message: object) -> bool:
+        if isinstance(message, Submit) and PLAYS:
+            self.playing[message.request_id] = PLAYS.popleft()
+        return super().handle(message)
+
+    def advance(self, run: Running) -> TokenDelta | None:
+        play = self.playing.get(run.submit.request_id)
+        if play is None:
+            return super().advance(run)
+        if play[0] == SLOW:
+            time.sleep(0.005)
+        tokens = play[run.made : run.made + self.burst]
+        tokens = tokens[: run.submit.params.max_tokens - run.made]
+        delta = TokenDelta(run.submit.request_id, tokens, cached_tokens=0 if run.made else run.cached)
+        run.made += len(tokens)
+        if tokens[-1] in run.submit.params.stop_token_ids:
+            delta.finish_reason, delta.stop_token_id = "stop", tokens[-1]
+        elif run.made == run.submit.params.max_tokens:
+            delta.finish_reason = "length"
+        elif run.made == len(play):
+            delta.finish_reason, delta.error = "error", "the play is over"
+        if delta.finish_reason:
+            del self.running[run.submit.request_id]
+        return delta
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.playing: dict[int, list[int]] = {}
+
+
+def run_player(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    Player(config, inbox, outbox).run()
+
+
+def run_player_bursts(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
+    Player(config, inbox, outbox, burst=3).run()
 
 
 def run_core_loading(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:

@@ -85,6 +85,13 @@ class AppServer:
         """The scripted core's counts."""
         return asyncio.run_coroutine_threadsafe(self.llm.control("stats"), self.loop).result(10)
 
+    def play(self, text: str, *, ends: bool = True, times: int = 1) -> None:
+        """The next requests (to a player) are answered with this text; one that does not end fails at its end."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        scripted_core.PLAYS.extend([[*ids, *([min(tokenizer.eos_ids)] if ends else [])]] * times)
+
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=30, **kwargs)
 

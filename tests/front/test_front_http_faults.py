@@ -16,7 +16,8 @@ import scripted_core
 from serving import AppServer, lines
 
 from tokenspeed.runtime.config import ServerConfig
-from tokenspeed.runtime.server import chat_request, protocol, sse
+from tokenspeed.runtime.server import protocol, sse
+from tokenspeed.runtime.server.chat import request as chat_request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "x"}]

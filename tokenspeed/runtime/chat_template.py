@@ -66,6 +66,7 @@ class ChatTemplate:
     """A compiled template with the special tokens it may name. Raises StartupError when it does not compile."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        self.source = source
         self._specials = special_tokens or {}
         try:
             self._template = _environment().from_string(source)

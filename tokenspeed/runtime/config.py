@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tokenspeed.runtime import options
 from tokenspeed.runtime.kv.store import check_address
 from tokenspeed.runtime.options import at_least, option
+from tokenspeed.runtime.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 _ASSIGNMENTS = re.compile(r"[A-Za-z_]\w*=[\w*]+(,[A-Za-z_]\w*=[\w*]+)*")
 _MESH = re.compile(r"[A-Za-z_]\w*=[1-9]\d*(,[A-Za-z_]\w*=[1-9]\d*)*")
@@ -193,7 +194,24 @@ class ServerConfig:
         "",
         help="Names of the model in requests, as in NAME,ALIAS, the first one in answers; none: from the model's path",
     )
-    api_key: str = option("", help="Key that /v1 requests must bear (`Authorization: Bearer KEY`); none: open")
+    api_key: str = option(
+        "", help="Key that /v1 requests must bear (`Authorization: Bearer KEY` or `X-Api-Key: KEY`); none: open"
+    )
+    admin_key: str = option(
+        "", help="Key of /internal, which control calls (abort, flush_cache) need; none: no control, the rest as /v1"
+    )
+    allowed_origins: str = option(
+        "", help="Origins whose web pages may call the server (CORS), as in https://a.example,http://b; *: any"
+    )
+    response_store_mib: int = option(
+        256, check=at_least(0), help="MiB of finished /v1/responses kept for previous_response_id; the oldest go first"
+    )
+    tool_call_parser: str = option(
+        "auto", choices=("auto", "none", *TOOL_PARSERS), help="How the model writes calls of tools; auto: as its family"
+    )
+    reasoning_parser: str = option(
+        "auto", choices=("auto", "none", *REASONING_PARSERS), help="How it marks its reasoning; auto: as its family"
+    )
     drain_timeout: float = option(
         30.0, check=at_least(0), help="Seconds that requests in flight may take after SIGTERM before they are aborted"
     )

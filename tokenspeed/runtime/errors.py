@@ -29,6 +29,10 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 
 
+class NotFound(RequestError):
+    """The request names something that is not, or no longer, here."""
+
+
 class QueueFullError(EngineError):
     """Too much is queued already (max_queued_requests, max_queued_tokens): come back after `retry_after` seconds."""
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import ServerConfig
-from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.metrics import Metrics
-from tokenspeed.runtime.server import errors
+from tokenspeed.runtime.server import control, errors
 from tokenspeed.runtime.server.body import BodyRoute
-from tokenspeed.runtime.server.chat import chat_completions
-from tokenspeed.runtime.server.chat_request import ChatRequest
+from tokenspeed.runtime.server.chat.answer import chat_completions
+from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.completions import completions
 from tokenspeed.runtime.server.gate import Gate, Life
+from tokenspeed.runtime.server.messages.answer import count_tokens, messages
+from tokenspeed.runtime.server.messages.request import CountRequest, MessagesRequest
 from tokenspeed.runtime.server.protocol import CompletionRequest
+from tokenspeed.runtime.server.responses import routes as responses
 from tokenspeed.runtime.server.served import Served
+from tokenspeed.runtime.server.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from tokenspeed.runtime.server.whole import json_response
 
 
@@ -27,6 +29,14 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     app = FastAPI(title="TokenSpeed", strict_content_type=False)
     app.router.route_class = BodyRoute
     app.add_middleware(Gate, life=life, config=config)
+    if origins := [origin.strip() for origin in config.allowed_origins.split(",") if origin.strip()]:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )  # outside of the gate: a browser asks first, without a key
     errors.install(app)
     served = Served(llm, config)
 
@@ -37,6 +47,28 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     @app.post("/v1/completions", responses=errors.RESPONSES)
     async def text(body: CompletionRequest, request: Request) -> Response:
         return await completions(served, body, request)
+
+    @app.post("/v1/messages", responses=errors.RESPONSES)
+    async def message(body: MessagesRequest, request: Request) -> Response:
+        return await messages(served, body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=errors.RESPONSES)
+    async def count(body: CountRequest) -> Response:
+        return await count_tokens(served, body)
+
+    responses.install(app, served)
+
+    @app.post("/tokenize", responses=errors.RESPONSES)
+    async def to_tokens(body: TokenizeRequest) -> Response:
+        return await tokenize(served, body)
+
+    @app.post("/detokenize", responses=errors.RESPONSES)
+    async def to_text(body: DetokenizeRequest) -> Response:
+        return detokenize(served, body)
+
+    @app.head("/", include_in_schema=False)
+    async def alive() -> Response:
+        return Response()  # Claude Code asks before it begins
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -54,15 +86,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         response.status_code = 200 if life.phase == "ready" else 503
         return response
 
-    @app.get("/internal/scheduler", responses=errors.RESPONSES)
-    async def scheduler() -> Response:
-        return json_response(await llm.control("scheduler"))
-
-    @app.get("/internal/kv_events", responses=errors.RESPONSES)
-    async def kv_events(since: Annotated[int, Query(ge=0, lt=2**63)] = 0) -> Response:
-        if not llm.config.kv_events:
-            raise RequestError("no events are kept: start with --kv-events N")
-        return json_response(await llm.control("kv_events", since=since))
+    control.install(app, served)
 
     if metrics is not None:
 

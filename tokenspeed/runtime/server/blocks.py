@@ -25,6 +25,7 @@ class Block:
     id: str = ""
     index: int = 0
     custom: bool = False
+    cut: bool = False  # the output ended within it, for want of tokens or because it was told to
 
     @property
     def text(self) -> str:
@@ -33,6 +34,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
+    """The block may have grown by the time that the news is read: it began empty."""
+
     block: Block
 
 
@@ -67,6 +70,11 @@ class Blocks:
     @property
     def calls(self) -> list[Block]:
         return [block for block in self.blocks if block.kind == "call"]
+
+    @property
+    def settled(self) -> int:
+        """How many blocks are closed."""
+        return len(self.blocks) - (self._open is not None)
 
     def joined(self, kind: Literal["reasoning", "text"]) -> str:
         """All text of one kind."""

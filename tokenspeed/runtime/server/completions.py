@@ -25,7 +25,7 @@ from tokenspeed.runtime.server.errors import error_object
 from tokenspeed.runtime.server.protocol import CompletionRequest
 from tokenspeed.runtime.server.render import completion_logprobs, token_name, token_pieces, usage_object
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import DONE, EventStream, close_all, event, merge, until_disconnect
+from tokenspeed.runtime.server.sse import DONE, EventStream, event, merge, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
 
@@ -48,9 +48,10 @@ async def completions(served: Served, body: CompletionRequest, request: Request)
         body.prompts(), params, priority=body.priority or 0, cache_salt=body.cache_salt or ""
     )
     answer = _Answer(llm, model, body, params, streams)
+    close = served.track(request, answer.id, streams)
     if body.stream:
-        return EventStream(answer.events(), lambda: close_all(streams))
-    whole = await until_disconnect(request, answer.whole(), lambda: close_all(streams))
+        return EventStream(answer.events(), close)
+    whole = await until_disconnect(request, answer.whole(), close)
     return CLIENT_GONE if whole is None else json_response(whole)
 
 
@@ -65,8 +66,9 @@ class _Answer:
         self._params = params
         self._prompts = body.prompts()
         self._streams = streams
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's body {"error": {message, type, param, code}}.
+"""Every error in the form of the wire that it answers: OpenAI's {"error": {message, type, param, code}} or Anthropic's.
 
 No text that the client sent comes back in one; numbers may, so that a limit and what exceeds it stand side by side.
 """
@@ -18,6 +18,7 @@ from tokenspeed.runtime.errors import (
     EngineError,
     GenerationError,
     ModelNotFound,
+    NotFound,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -30,13 +31,16 @@ log = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC = {413: "request_too_large", 503: "overloaded_error"}  # what Anthropic names otherwise; 5xx: api_error
 _STATUS: dict[type[EngineError], tuple[int, str | None]] = {
     RequestError: (400, None),
     ModelNotFound: (404, "model_not_found"),
+    NotFound: (404, "not_found"),
     QueueFullError: (429, "rate_limit_exceeded"),
     UnavailableError: (503, "service_unavailable"),
     GenerationError: (500, "generation_failed"),
@@ -44,7 +48,7 @@ _STATUS: dict[type[EngineError], tuple[int, str | None]] = {
 
 _BODY = {
     "type": "object",
-    "required": ["message", "type", "param", "code"],
+    "required": ["message", "type"],
     "properties": {
         "message": {"type": "string"},
         "type": {"type": "string"},
@@ -65,22 +69,43 @@ def error_object(status: int, message: str, *, param: str | None = None, code: s
     return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
 
 
+def anthropic_error(status: int, message: str, *, code: str | None = None) -> dict[str, Any]:
+    """The same in Anthropic's form. Clients tell a conversation that is too long by the first words of the message."""
+    kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else _TYPES.get(status, "invalid_request_error"))
+    if code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def error_response(
-    status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+    path: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    retry_after: float | None = None,
 ) -> Response:
-    """An error as a response; `retry_after` is in seconds."""
+    """An error as a response to a request for `path`; `retry_after` is in seconds."""
     headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
-    body = msgspec.json.encode(error_object(status, message, param=param, code=code))
-    return Response(body, status, headers, media_type="application/json")
+    if path.startswith("/v1/messages"):
+        body = anthropic_error(status, message, code=code)
+    else:
+        body = error_object(status, message, param=param, code=code)
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def engine_error(fault: EngineError) -> Response:
-    """A refused or failed request."""
+def status_of(fault: EngineError) -> tuple[int, str | None]:
+    """(HTTP status, code) of a refused or failed request."""
     status, code = _STATUS.get(type(fault), (500, None))
-    param = None
-    if isinstance(fault, RequestError):
-        param, code = fault.param, fault.code or code
-    return error_response(status, fault.message, param=param, code=code, retry_after=fault.retry_after)
+    return status, (fault.code or code) if isinstance(fault, RequestError) else code
+
+
+def engine_error(path: str, fault: EngineError) -> Response:
+    """A refused or failed request."""
+    status, code = status_of(fault)
+    param = fault.param if isinstance(fault, RequestError) else None
+    return error_response(path, status, fault.message, param=param, code=code, retry_after=fault.retry_after)
 
 
 def install(app: FastAPI) -> None:
@@ -88,27 +113,27 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(EngineError)
     async def _(request: Request, fault: EngineError) -> Response:
-        return engine_error(fault)
+        return engine_error(request.url.path, fault)
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, fault: RequestValidationError) -> Response:
-        first = fault.errors()[0]
+        first, path = fault.errors()[0], request.url.path
         # A location holds the arms of unions and the keys of what was sent too: only fields and positions are named.
         where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part in FIELDS)
         if not where:
             message = "the body must be a JSON object, sent with Content-Type: application/json"
-            return error_response(400, message, code="invalid_body")
-        return error_response(400, f"{where}: {first['msg']}", param=where)
+            return error_response(path, 400, message, code="invalid_body")
+        return error_response(path, 400, f"{where}: {first['msg']}", param=where)
 
     @app.exception_handler(BodyError)
     async def _(request: Request, fault: BodyError) -> Response:
-        return error_response(400, str(fault.detail), param=fault.param, code="invalid_body")
+        return error_response(request.url.path, 400, str(fault.detail), param=fault.param, code="invalid_body")
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, fault: HTTPException) -> Response:
-        return error_response(fault.status_code, str(fault.detail))
+        return error_response(request.url.path, fault.status_code, str(fault.detail))
 
     @app.exception_handler(Exception)
     async def _(request: Request, fault: Exception) -> Response:
         log.error("fault in %s", request.url.path, exc_info=fault)
-        return error_response(500, "internal error; the server's log has the details")
+        return error_response(request.url.path, 500, "internal error; the server's log has the details")

@@ -6,6 +6,7 @@ these tables.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -74,6 +75,16 @@ class Body(BaseModel):
     """Any body. null stands for the default everywhere."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # unless they hold a value that asks for nothing
+    IGNORED: ClassVar[tuple[str, ...]] = ()  # accepted without effect
+
+    def check_fields(self) -> None:
+        """Raise RequestError for the first field that would change the answer but does not work."""
+        extra = self.model_extra or {}
+        for name, nothing in self.REFUSED.items():
+            value = extra.get(name)
+            if value is not None and value not in nothing:
+                raise RequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,7 +101,8 @@ class StreamOptions(Body):
 class GenerationRequest(Body):
     """What chat and text completions share."""
 
-    REFUSED_HERE: ClassVar[tuple[str, ...]] = ()
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    IGNORED: ClassVar[tuple[str, ...]] = ACCEPTED_WITHOUT_EFFECT
 
     model: str | None = None
     n: int | None = None
@@ -132,12 +144,8 @@ class GenerationRequest(Body):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_fields(self) -> None:
-        """Raise RequestError for the first field that would change the answer but does not work."""
-        extra = self.model_extra or {}
-        for name in (*REFUSED, *self.REFUSED_HERE):
-            value = extra.get(name)
-            if value is not None and value not in REFUSED.get(name, (False,)):
-                raise RequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
+        """Of those that do not work, and of those that contradict each other."""
+        super().check_fields()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
 
@@ -166,7 +174,7 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. The prompt is a text, token ids, or a list of either."""
 
-    REFUSED_HERE: ClassVar[tuple[str, ...]] = ("tools",)
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, "tools": ([],)}
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = None

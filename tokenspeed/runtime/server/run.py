@@ -15,7 +15,7 @@ from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.errors import GenerationError, RequestError
 from tokenspeed.runtime.messages import FinishReason, TokenLogprob
 from tokenspeed.runtime.outputs import OutputDelta, Usage
-from tokenspeed.runtime.parsers import OutputParser, Reasoning, make_parser
+from tokenspeed.runtime.parsers import OutputParser, Piece, Reasoning, make_parser
 from tokenspeed.runtime.request_stream import RequestStream
 from tokenspeed.runtime.server.blocks import Blocks, News
 from tokenspeed.runtime.server.turn import Turn
@@ -49,19 +49,24 @@ class Choice:
 
     def accept(self, delta: OutputDelta) -> list[News]:
         """The news of one delta; the last one closes what is open."""
-        pieces = self._parser.feed(delta.text, delta.token_ids) if delta.text else []
-        if delta.finish_reason is not None:
-            pieces = [*pieces, *self._parser.finish()]
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        if pieces:
-            self._thinking = any(isinstance(piece, Reasoning) for piece in pieces)
-        if self._thinking:
-            self.reasoning_tokens += len(delta.token_ids)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-        news = self.blocks.add(pieces)
-        return news if delta.finish_reason is None else [*news, *self.blocks.end()]
+        news = self._add(self._parser.feed(delta.text, delta.token_ids) if delta.text else [])
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            settled = self.blocks.settled
+            news += [*self._add(self._parser.finish()), *self.blocks.end()]
+            if self.blocks.settled > settled and delta.finish_reason != "stop":
+                self.blocks.blocks[-1].cut = True
+        if self._thinking:
+            self.reasoning_tokens += len(delta.token_ids)
+        return news
+
+    def _add(self, pieces: list[Piece]) -> list[News]:
+        if pieces:
+            self._thinking = any(isinstance(piece, Reasoning) for piece in pieces)
+        return self.blocks.add(pieces)
 
 
 class Run:
@@ -82,9 +87,10 @@ class Run:
     async def __aiter__(self) -> AsyncIterator[tuple[OutputDelta, list[News]]]:
         """(delta, its news) as they come; the delta's `index` is that of the choice. Raises GenerationError."""
         async for delta in self._stream:
+            news = self.choices[delta.index].accept(delta)
             if delta.finish_reason == "error":
                 raise GenerationError(delta.error or "the engine core failed on this request")
-            yield delta, self.choices[delta.index].accept(delta)
+            yield delta, news
 
     async def finish(self) -> Run:
         """Run to the end. Raises GenerationError."""

@@ -7,8 +7,8 @@ its requests are closed, which aborts them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +23,8 @@ from tokenspeed.runtime.request_stream import RequestStream
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PING_SECONDS = 15.0  # of silence before the first token, after which a comment keeps proxies from giving up
+PING_SECONDS = 15.0  # of silence after which a ping keeps proxies and clients from giving up
+PING = b": ping\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
@@ -33,10 +34,9 @@ def event(payload: dict[str, Any]) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
-def close_all(streams: Sequence[RequestStream]) -> None:
-    """Abort what is unfinished of each."""
-    for stream in streams:
-        stream.close()
+def named_event(payload: dict[str, Any]) -> bytes:
+    """One event that also bears its type as its name."""
+    return b"event: " + payload["type"].encode() + b"\ndata: " + _encode(payload) + b"\n\n"
 
 
 async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:
@@ -76,43 +76,41 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], *, ping: bytes = PING) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._close = close
+        self._ping = ping
+        self._sent = 0.0  # time.monotonic() of the last event, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnected(receive))
         watcher.add_done_callback(lambda _: self._close())
+        tasks = [watcher]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in _with_pings(self._events):
+            self._sent = time.monotonic()
+            tasks.append(asyncio.create_task(self._fill_silence(send)))
+            async for chunk in self._events:
+                self._sent = time.monotonic()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             if not watcher.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-
-async def _with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        while not first.done():
-            await asyncio.wait({first}, timeout=PING_SECONDS)
-            if not first.done():
-                yield b": ping\n\n"
-    finally:
-        first.cancel()
-    chunk = first.result()
-    if chunk is None:
-        return
-    yield chunk
-    async for chunk in events:
-        yield chunk
+    async def _fill_silence(self, send: Send) -> None:
+        while True:
+            silence = time.monotonic() - self._sent
+            if silence >= PING_SECONDS:
+                self._sent = time.monotonic()
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+            else:
+                await asyncio.sleep(PING_SECONDS - silence)
 
 
 async def until_disconnect(request: Request, work: Awaitable[T], close: Callable[[], None]) -> T | None:

@@ -6,9 +6,10 @@ a feature exists for all wires or for none. A Turn that exists is checked as far
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -131,6 +132,18 @@ def call_message(name: str, arguments: str, call_id: str) -> dict[str, Any]:
 def freeform_arguments(text: str) -> str:
     """The arguments of a past call of a custom tool."""
     return json.dumps({"input": text}, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """RequestErrors from within name a field as the wire does: `names` maps the engine's names to the wire's."""
+    try:
+        yield
+    except RequestError as fault:
+        name = names.get(fault.param or "")
+        if name is None:
+            raise
+        raise RequestError(fault.message.replace(fault.param or "", name, 1), param=name, code=fault.code) from None
 
 
 def joined(parts: Sequence[str]) -> list[dict[str, Any]] | str:

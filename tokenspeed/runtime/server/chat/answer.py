@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tokenspeed.runtime.errors import GenerationError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
-from tokenspeed.runtime.server.chat_request import ChatRequest
+from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.errors import error_object
 from tokenspeed.runtime.server.render import chat_logprobs, usage_object
 from tokenspeed.runtime.server.run import Choice, Run, begin
@@ -27,9 +27,10 @@ async def chat_completions(served: Served, body: ChatRequest, request: Request) 
     served.check_model(body.model)
     run = await begin(served.llm, served.notation, body.turn())
     answer = _Answer(served, body, run)
+    close = served.track(request, answer.id, [run])
     if body.stream:
-        return EventStream(answer.events(), run.close)
-    done = await until_disconnect(request, run.finish(), run.close)
+        return EventStream(answer.events(), close)
+    done = await until_disconnect(request, run.finish(), close)
     return CLIENT_GONE if done is None else json_response(answer.whole())
 
 
@@ -40,7 +41,8 @@ class _Answer:
         self._tokenizer = served.llm.tokenizer
         self._body = body
         self._run = run
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.model}
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": served.model}
 
     def whole(self) -> dict[str, Any]:
         """chat.completion."""

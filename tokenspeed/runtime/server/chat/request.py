@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.parsers import Tool
 from tokenspeed.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
-from tokenspeed.runtime.server.protocol import GenerationRequest
+from tokenspeed.runtime.server.protocol import REFUSED, GenerationRequest
 from tokenspeed.runtime.server.turn import (
     Message,
     ToolChoice,
@@ -23,7 +24,7 @@ from tokenspeed.runtime.server.turn import (
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    REFUSED_HERE: ClassVar[tuple[str, ...]] = ("echo",)
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, "echo": (False,)}
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None

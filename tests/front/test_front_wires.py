@@ -1,0 +1,179 @@
+"""One internal request behind three wire formats: whatever the model writes, a stream adds up to the whole, on every wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import scripted_core
+from serving import AppServer
+from wires import (
+    ARGUMENTS,
+    CALL,
+    CHAT,
+    MESSAGES,
+    NOW,
+    OUTPUTS,
+    RESPONSES,
+    TEXT,
+    THOUGHT,
+    comparable,
+    events,
+    request,
+    streamed,
+)
+
+from tokenspeed.runtime.config import ServerConfig
+
+WIRES = [CHAT, MESSAGES, RESPONSES]
+NOTATION = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+@pytest.fixture(scope="module", params=["one token a step", "three"])
+def player(request: pytest.FixtureRequest) -> Iterator[AppServer]:
+    target = scripted_core.run_player if request.param == "one token a step" else scripted_core.run_player_bursts
+    with AppServer(target, ServerConfig(**NOTATION), max_model_len=4096) as server:
+        yield server
+
+
+def answer(server: AppServer, wire: str, output: str, **more: Any) -> dict[str, Any]:
+    server.play(output)
+    response = server.post(wire, request(wire, **more))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_stream_adds_up_to_the_whole(player: AppServer, wire: str, output: str) -> None:
+    usage = {"stream_options": {"include_usage": True}} if wire == CHAT else {}
+    whole = answer(player, wire, OUTPUTS[output])
+    player.play(OUTPUTS[output])
+    assert comparable(streamed(player, wire, request(wire, **usage))) == comparable(whole)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("part", [THOUGHT, TEXT, "Paris", "days"])
+def test_a_stream_that_is_cut_off_adds_up_to_the_whole(player: AppServer, wire: str, part: str) -> None:
+    """At any place, also within a call: what is there comes, and the reason is the length."""
+    output = OUTPUTS["all"]
+    assert player.llm.tokenizer is not None
+    count = len(player.llm.tokenizer.encode(output[: output.index(part) + len(part) - 1], add_special_tokens=False))
+    limit = {"max_output_tokens" if wire == RESPONSES else "max_tokens": count}
+    whole = answer(player, wire, output, **limit)
+    player.play(output)
+    usage = {"stream_options": {"include_usage": True}} if wire == CHAT else {}
+    body = request(wire, **limit, **usage)
+    if wire == MESSAGES:  # a client reads an input that is cut off as far as it goes: here the whole alone does
+        player_events = events(player.post(wire, {**body, "stream": True}))
+        assert player_events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
+        starts = [event["content_block"] for event in player_events if event["type"] == "content_block_start"]
+        assert [block["type"] for block in starts] == [block["type"] for block in whole["content"]]
+        return
+    assert comparable(streamed(player, wire, body)) == comparable(whole)
+    if wire == CHAT:
+        assert whole["choices"][0]["finish_reason"] == "length"
+    else:
+        assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [item["status"] for item in whole["output"]] == ["completed"] * (len(whole["output"]) - 1) + [
+            "incomplete"
+        ]
+
+
+def test_the_parts_of_an_answer_on_each_wire(player: AppServer) -> None:
+    output = OUTPUTS["all"]
+    chat = answer(player, CHAT, output)
+    message = chat["choices"][0]["message"]
+    assert message["content"] == TEXT and message["reasoning_content"] == message["reasoning"] == THOUGHT
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": ARGUMENTS},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    details = chat["usage"]["completion_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < chat["usage"]["completion_tokens"]
+
+    blocks = answer(player, MESSAGES, output)["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == (THOUGHT, TEXT)
+    assert [block["input"] for block in blocks[2:]] == [json.loads(ARGUMENTS), {}]
+
+    response = answer(player, RESPONSES, output)
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in response["output"]] == kinds
+    assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": THOUGHT}]
+    assert response["output"][2]["arguments"] == ARGUMENTS and response["output"][3]["arguments"] == "{}"
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == details["reasoning_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_b41_the_finish_reason_says_whether_a_tool_is_to_be_run(player: AppServer, stream: bool) -> None:
+    def reasons(wire: str, output: str, **more: Any) -> Any:
+        if stream:
+            player.play(output)
+            found = streamed(player, wire, request(wire, **more))
+        else:
+            found = answer(player, wire, output, **more)
+        return found["choices"][0]["finish_reason"] if wire == CHAT else found.get("stop_reason", found.get("status"))
+
+    assert reasons(CHAT, CALL) == "tool_calls" and reasons(CHAT, TEXT) == "stop"
+    assert reasons(MESSAGES, CALL) == "tool_use" and reasons(MESSAGES, TEXT) == "end_turn"
+    assert reasons(RESPONSES, CALL) == reasons(RESPONSES, TEXT) == "completed"
+
+
+def test_without_parallel_calls_there_is_one(player: AppServer) -> None:
+    both = f"{CALL}\n{NOW}"
+    chat = answer(player, CHAT, both, parallel_tool_calls=False)
+    assert len(chat["choices"][0]["message"]["tool_calls"]) == 1
+    message = answer(player, MESSAGES, both, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert len(answer(player, RESPONSES, both, parallel_tool_calls=False)["output"]) == 1
+
+
+def test_without_tools_a_call_is_text(player: AppServer) -> None:
+    for more in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
+        message = answer(player, CHAT, CALL, **more)["choices"][0]["message"]
+        assert message["content"] == CALL and "tool_calls" not in message
+    (block,) = answer(player, MESSAGES, CALL, tool_choice={"type": "none"})["content"]
+    assert block["text"] == CALL
+
+
+def test_reasoning_can_be_left_out(player: AppServer) -> None:
+    chat = answer(player, CHAT, OUTPUTS["reasoning"], include_reasoning=False)
+    assert set(chat["choices"][0]["message"]) == {"role", "content", "refusal"}
+    assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    (block,) = answer(player, MESSAGES, OUTPUTS["reasoning"], thinking={"type": "disabled"})["content"]
+    assert block == {"type": "text", "text": TEXT}
+
+
+def test_b53_reasoning_that_is_cut_off_is_reasoning(player: AppServer) -> None:
+    chat = answer(player, CHAT, f"<think>\n{THOUGHT}", max_tokens=6)
+    (choice,) = chat["choices"]
+    assert choice["message"]["content"] is None and THOUGHT.startswith(choice["message"]["reasoning_content"])
+    assert choice["finish_reason"] == "length"
+
+
+def test_b42_every_choice_has_its_own_calls(player: AppServer) -> None:
+    player.play(f"{CALL}\n{NOW}", times=6)
+    whole = player.post(CHAT, request(CHAT, n=3)).json()
+    calls = [choice["message"]["tool_calls"] for choice in whole["choices"]]
+    assert [len(found) for found in calls] == [2, 2, 2]
+    assert len({call["id"] for found in calls for call in found}) == 6
+    folded = streamed(player, CHAT, request(CHAT, n=3, stream_options={"include_usage": True}))
+    assert comparable(folded) == comparable(whole)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_fault_in_the_middle_ends_a_stream_in_the_wire_s_own_form(player: AppServer, wire: str) -> None:
+    player.play(TEXT, ends=False, times=2)
+    found = events(player.post(wire, request(wire, stream=True)))
+    if wire == RESPONSES:
+        assert found[-1]["type"] == "response.failed"
+        assert found[-1]["response"]["error"] == {"code": "server_error", "message": "the play is over"}
+    else:
+        assert found[-1]["error"]["message"] == "the play is over"
+        assert found[-1].get("type") == ("error" if wire == MESSAGES else None)
+    whole = player.post(wire, request(wire))
+    assert whole.status_code == 500 and whole.json()["error"]["message"] == "the play is over"

@@ -1,0 +1,1 @@
+"""Chat completions, OpenAI's older wire: what nearly every client speaks."""

@@ -1,0 +1,1 @@
+"""Messages, Anthropic's wire: what Claude Code speaks."""

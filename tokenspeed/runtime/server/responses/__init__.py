@@ -1,0 +1,1 @@
+"""Responses, OpenAI's newer wire: what Codex CLI speaks."""
