@@ -176,7 +176,7 @@ def verify_pages(run: Run) -> None:
     """Pages of many caches to rows of bytes and back, also where a cache has more than 2^31 bytes."""
     for widths, pages in (((131072,) * 64, 90), ((640, 64, 20000), 33), ((6, 3), 5), ((1 << 20,), 3000)):
         caches = [torch.randint(0, 256, (pages, w), dtype=torch.uint8, device=DEVICE) for w in widths]
-        for count in (0, 1, 3, pages // 2):
+        for count in sorted({0, 1, min(3, pages // 2), pages // 2}):  # as many sources as targets
             run.verify(
                 f"pages {count} of {pages}, {len(widths)} caches",
                 lambda caches=caches, pages=pages, count=count: _pages(caches, pages, count),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +36,23 @@ def test_every_kernel_is_made_for_hopper_and_blackwell(folder: Path, capsys: pyt
     before = [f.stat().st_mtime_ns for f in made]
     assert cute.main([]) == 0  # what is there is not made again
     assert [f.stat().st_mtime_ns for f in made] == before
+    for file in made:
+        assert not asked_apart(file), f"{file.name}: a warp that has parted waits for itself for ever"
+
+
+def asked_apart(cubin: Path) -> list[str]:
+    """Instructions for a whole warp or block between a conditional branch and the place it goes to."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    lines = subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout.splitlines()
+    found: list[str] = []
+    for at, line in enumerate(lines):
+        branch = re.search(r"@!?U?P\d\s+BRA `\((\.L_x_\d+)\)", line)
+        if branch and f"{branch[1]}:" in lines[at:]:
+            inside = lines[at + 1 : at + lines[at:].index(f"{branch[1]}:")]
+            found += [i for i in inside if re.search(r"SHFL|WARPSYNC\.ALL|BAR\.SYNC|VOTE|REDUX", i)]
+    return found
 
 
 def test_without_cute_dsl_the_way_out_is_named(

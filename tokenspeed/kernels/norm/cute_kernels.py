@@ -27,6 +27,7 @@ def rms_rows(
     """A block a row of bf16 [rows, width]. add: x + y -> total, and the norm is that of the sum as rounded."""
     thread, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()
+    warp = cute.arch.warp_idx()  # asks the whole warp, so never where lanes have parted
     sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((32,)))
     turns = width // (threads * VECTOR)
     dealt = cute.make_layout((VECTOR, threads, turns), stride=(1, VECTOR, VECTOR * threads))
@@ -49,7 +50,7 @@ def rms_rows(
     wide = held.load().to(Float32)
     mine = cute.arch.warp_reduction_sum((wide * wide).reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
     if cute.arch.lane_idx() == 0:
-        sums[cute.arch.warp_idx()] = mine
+        sums[warp] = mine
     cute.arch.sync_threads()
     squares = Float32(0.0)
     for i in cutlass.range_constexpr(threads // 32):
