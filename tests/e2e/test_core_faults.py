@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -75,3 +77,15 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="tokenspeed-rank1 ended with exit code -9"):
             for _ in range(100):
                 engine.generate(input_ids=[[1, 2, 3]], sampling_params=SamplingParams(max_tokens=100, ignore_eos=True))
+
+
+def test_a_rank_that_dies_at_the_start_is_told_of(tmp_path: Path) -> None:
+    """Each rank imports the script that makes the engine; without a guard it makes one too, and ends."""
+    model = write_tiny(tmp_path / "model", "llama")
+    script = tmp_path / "script.py"
+    script.write_text(f"from tokenspeed import Engine\nEngine(model={str(model)!r}, mesh='tp=2', core='inproc', "
+                      f"load_format='dummy', num_pages=64, buckets=[1], artifact_cache={str(tmp_path)!r})\n")  # fmt: skip
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "tokenspeed-rank1 ended with exit code 1 before it could take part" in ended.stderr
+    assert 'if __name__ == "__main__"' in ended.stderr

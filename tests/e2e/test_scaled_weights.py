@@ -146,6 +146,11 @@ EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"
         ("fp8", lambda t: t.pop(DOWN), f"{DOWN}_scale_inv' is there without '{DOWN}'"),
         ("fp8", lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(1, 1)}), f"{DOWN}' is stored as .* with scales \\[1, 1\\]"),
         ("fp8", lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e5m2)}), f"{DOWN}' is stored as F8_E5M2"),
+        ("fp8", lambda t: t[f"{DOWN}_scale_inv"].fill_(float("nan")), f"{DOWN}' is stored as values whose scales are NaN"),
+        ("int4", lambda t: t[f"{EXPERT}_scale"].fill_(float("inf")), f"{EXPERT}' is stored as values whose scales are NaN"),
+        ("int4", lambda t: t.update({EXPERT: torch.ones(64, 20)}), f"{EXPERT}' is there twice"),
+        ("int4", lambda t: t.update({f"{EXPERT}_scale": torch.ones(64)}), f"{EXPERT}' is stored as .* with scales \\[64\\]"),
+        ("int4", lambda t: t.update({f"{EXPERT}_shape": torch.tensor(64)}), f"{EXPERT}' is stored as .* a weight \\[\\]"),
         ("int4", lambda t: t.pop(f"{EXPERT}_scale"), f"is there without '{EXPERT}_scale'"),
         ("int4", lambda t: t.update({f"{EXPERT}_zero_point": torch.zeros(1)}), "weights with zero points"),
         ("int4", lambda t: t.update({f"{EXPERT}_shape": torch.tensor([64, 21])}), f"{EXPERT}' is stored as .* a weight \\[64, 21\\]"),
@@ -160,3 +165,42 @@ def test_what_does_not_fit_is_named(tmp_path: Path, kind: str, edit: Callable[[T
         c = SafetensorsCheckpoint(path)
         shape = (64, 96) if kind == "fp8" else (64, 20)
         c.matrix(DOWN if kind == "fp8" else EXPERT, (3, 40), shape)
+
+
+def scheme(**changes: Any) -> dict[str, Any]:
+    """A quantization_config as compressed-tensors writes it, with other words about the weights."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": GROUP,
+        "actorder": None,
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights | changes}}}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (scheme(), ""),
+        (scheme(num_bits=8), "num_bits 8; only 4 is read"),
+        (scheme(symmetric=False), "symmetric False; only True is read"),
+        (scheme(strategy="channel"), "strategy 'channel'"),
+        (scheme(group_size=2 * GROUP), f"with scales of groups of {2 * GROUP}"),
+        (scheme(group_size="many"), "group_size 'many'"),
+        ({"config_groups": {"group_0": 3}}, "config_groups holds 3"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'"),
+        ("int4", "quantization_config is 'int4'"),
+    ],
+)
+def test_a_configuration_that_says_another_form_is_refused(tmp_path: Path, said: Any, words: str) -> None:
+    path, _ = twins(tmp_path, "int4")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    c = SafetensorsCheckpoint(path)
+    if not words:
+        assert len(torch.as_tensor(c.matrix(EXPERT, (3, 40), (64, 20)))) == 37
+        return
+    with pytest.raises(StartupError, match=words):
+        c.matrix(EXPERT, (3, 40), (64, 20))

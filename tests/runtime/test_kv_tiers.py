@@ -186,6 +186,24 @@ def test_storage_that_stalls_is_given_up_and_touches_nothing_later(kind: Kind) -
     assert all(set(p) == {7} for p in gate.written), "what was read of the page before it was given up"
 
 
+def test_storage_that_hangs_costs_one_time_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Orders behind one that hangs are answered at once, counted once, told of once; when it is back, storage is asked again."""
+    gate = Gate()
+    rank = Rank(gate, timeout=0.05)
+    assert rank.do(order(1, "prefetch", [], [2, 3])) == [(1, 0)]
+    gate.inside.clear()
+    later = [order(n, kind, [], [4, 5]) for n in range(2, 12) for kind in ("prefetch", "backup")]
+    assert [pages for _, pages in rank.do(*later)] == [0] * 20
+    assert not gate.inside.is_set() and gate.tally.failures == 1
+    assert sum("not asked until it is back" in line for line in caplog.messages) == 1
+    gate.open.set()
+    for n in range(100, 300):
+        time.sleep(0.01)
+        if rank.do(order(n, "backup", [], [6])) == [(n, 1)]:
+            return
+    raise AssertionError("storage is not asked again")
+
+
 def test_a_store_that_raises_fails_its_order_alone() -> None:
     class Broken(Gate):
         def get(self, keys: Sequence[bytes]) -> list[memoryview]:

@@ -160,6 +160,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [
         (["--vary", "pages=3"], "'pages' is none of device_gib"),
         (["--vary", "host_gib=much"], "host_gib takes a number, not 'much'"),
+        (["--vary", "host_gib=nan"], "host_gib is nan: give 0 or more"),
+        (["--vary", "page_size=0"], "page_size is 0: give more than 0"),
+        (["--vary", "host_gib=1,host-gib=0"], "host_gib is there twice"),
+        (["--host-gib", "inf"], "--host-gib is inf: give 0 or more"),
         (["--sessions", "0"], "--sessions is 0: give more than 0"),
         (["--host-gib", "-1"], "--host-gib is -1.0: give 0 or more"),
         (["--device-gib", "0.1"], "less than max_model_len=4096"),

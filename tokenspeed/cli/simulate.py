@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,10 +70,14 @@ def run(args: argparse.Namespace) -> int:
 def _from(cls: type[T], args: argparse.Namespace) -> T:
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     for name, value in values.items():
-        zero = name in MAY_BE_ZERO
-        if value < 0 or (not zero and value == 0):
-            raise StartupError(f"--{name.replace('_', '-')} is {value}: give {'0 or more' if zero else 'more than 0'}")
+        _check(f"--{name.replace('_', '-')}", name, value)
     return cls(**values)
+
+
+def _check(where: str, name: str, value: float) -> None:
+    zero = name in MAY_BE_ZERO
+    if not math.isfinite(value) or value < 0 or (not zero and value == 0):
+        raise StartupError(f"{where} is {value}: give {'0 or more' if zero else 'more than 0'}")
 
 
 def _varied(base: Any, text: str) -> Any:
@@ -84,10 +89,13 @@ def _varied(base: Any, text: str) -> Any:
         name = name.strip().replace("-", "_")
         if name not in known:
             raise StartupError(f"--vary {text}: {name!r} is none of {', '.join(known)}")
+        if name in changes:
+            raise StartupError(f"--vary {text}: {name} is there twice")
         try:
             changes[name] = known[name](value)
         except ValueError:
             raise StartupError(f"--vary {text}: {name} takes a number, not {value!r}") from None
+        _check(f"--vary {text}: {name}", name, changes[name])
     return dataclasses.replace(base, **changes)
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.kv.tiers import RankTiers
 from tokenspeed.runtime.loader import load_weights
 from tokenspeed.runtime.progress import Progress
+
+RENDEZVOUS = timedelta(minutes=1)  # all ranks are about to join by then
 
 
 @dataclass(frozen=True)
@@ -363,7 +366,9 @@ def _groups(e: Executor) -> dict[tuple[str, ...], Any]:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mesh = e.plan.mesh
-    dist.init_process_group("gloo", init_method=f"file://{e.config.store}", rank=e.rank, world_size=mesh.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{e.config.store}", rank=e.rank, world_size=mesh.ranks, timeout=RENDEZVOUS,
+    )  # fmt: skip
     out: dict[tuple[str, ...], Any] = {}
     for k in range(1, len(mesh.names) + 1):
         for axes in itertools.combinations(mesh.names, k):

@@ -39,6 +39,7 @@ from tokenspeed.runtime.kv.transfers import Order
 from tokenspeed.runtime.progress import Progress, silent
 
 SLOTS = 4  # of the ring; more than steps can be in flight
+ENDED = "ended with exit code"
 
 
 class WorkerError(RuntimeError):
@@ -63,9 +64,12 @@ def set_threads(n: int) -> None:
     _cpu.set_threads(n)
 
 
-def start_executor(config: RankConfig, progress: Progress) -> Executor:
+def start_executor(config: RankConfig, progress: Progress, joining: Callable[[], object]) -> Executor:
+    """`joining` is called before the rendezvous of the ranks, at which each waits for all others."""
     set_threads(config.threads)
-    return make_executor(config, open_artifact(config.artifact), checkpoint_of(config.weights), progress)
+    artifact, checkpoint = open_artifact(config.artifact), checkpoint_of(config.weights)
+    joining()
+    return make_executor(config, artifact, checkpoint, progress)
 
 
 class Ranks:
@@ -91,7 +95,7 @@ class Ranks:
             self.slot_bytes = slot_bytes
             self._spawn(config, ranks)
         try:
-            self.executor = start_executor(config, progress)
+            self.executor = start_executor(config, progress, self._await_joining)
             self.leaders, homes = self._await_ready()
             if config.host_pages:
                 self.tiers = self._mesh_tiers(config, homes)
@@ -120,6 +124,20 @@ class Ranks:
             answering.close()
             self.workers.append((p, ours))
             self.answers.append(answers)
+
+    def _await_joining(self) -> None:
+        """Returns when every worker is about to join the rendezvous: one that dies before is told of, not waited for."""
+        for _, conn in self.workers:
+            try:
+                kind, _ = self._receive(conn)
+            except WorkerError as fault:
+                if ENDED not in str(fault):
+                    raise
+                raise WorkerError(
+                    f"{fault} before it could take part; what it said stands above. A script that makes an Engine of several "
+                    'ranks does so under `if __name__ == "__main__":`, as each rank imports it'
+                ) from None
+            assert kind == "joining", kind
 
     def _await_ready(self) -> tuple[dict[int, Connection], list[int]]:
         """Waits for every worker; the connections that bring results of the other home groups, and each worker's own group."""
@@ -162,7 +180,7 @@ class Ranks:
         try:
             kind, value = conn.recv()
         except (EOFError, OSError):
-            raise WorkerError(self._worker_reason() or "a worker rank ended without a word") from None
+            raise WorkerError(self._worker_reason(patience=1) or "a worker rank ended without a word") from None
         if kind == "error":
             raise WorkerError(value)
         return kind, value
@@ -182,7 +200,7 @@ class Ranks:
             except (EOFError, OSError):
                 pass
             if not p.is_alive():
-                return f"worker {p.name} ended with exit code {p.exitcode}"
+                return f"worker {p.name} {ENDED} {p.exitcode}"
         return ""
 
     def check(self) -> None:
@@ -261,7 +279,7 @@ def worker_main(config: RankConfig, conn: Connection, answers: Connection, memor
     """A worker rank's process: runs steps until an empty message or the parent's death (its end of the pipe closes)."""
     try:
         _die_with_parent()
-        executor = start_executor(config, silent)
+        executor = start_executor(config, silent, lambda: conn.send(("joining", None)))
         if config.host_pages:
             _answering(config, executor, answers)
         mesh = executor.plan.mesh

@@ -3,7 +3,8 @@
 Copies between device and host run in the order of their start, on one thread. Storage has threads of its own, so that a slow
 disk holds up no copy; what storage does begins when the copies started before it are done. A storage order that takes longer
 than the store's time-out is given up: it is answered with the pages that arrived, and what comes later touches nothing, as
-storage reads into memory of its own and only an order that is not answered yet may touch a host page.
+storage reads into memory of its own and only an order that is not answered yet may touch a host page. While one that was given
+up still hangs, storage is not asked again: further orders are answered at once, so that a dead disk costs one time-out.
 
 Invariant: once an order is answered, nothing of it reads or writes a host or device page any more.
 """
@@ -45,6 +46,7 @@ class RankTiers:
             Lane("kv-watch", 1),
         )
         self._fault: BaseException | None = None
+        self._hanging: list[_StorageJob] = []  # given up, and not back from storage
 
     def start(self, orders: Sequence[Order]) -> None:
         """Begins orders, in this order."""
@@ -56,10 +58,13 @@ class RankTiers:
                 self._copies.put(lambda copy=copy: self._run_copy(copy))
             else:
                 job = _StorageJob(order, self._report)
+                if self._storage_hangs():
+                    job.finish()
+                    continue
                 lane, work = (self._reads, self._prefetch) if order.kind == "prefetch" else (self._writes, self._backup)
                 lane.put(lambda job=job, work=work, behind=self._last_copy: self._run_job(job, work, behind))
                 deadline = time.monotonic() + self._timeout
-                self._watch.put(lambda job=job, deadline=deadline: job.watch(deadline))
+                self._watch.put(lambda job=job, deadline=deadline: self._watch_job(job, deadline))
 
     def wait(self, tickets: Iterable[int]) -> None:
         """Returns when the pages of load_backs are there for the caller's current stream. Raises what a copy raised."""
@@ -112,6 +117,27 @@ class RankTiers:
             self._report(order.ticket, len(order.host))
 
     # ---- storage ----
+
+    def _storage_hangs(self) -> bool:
+        self._hanging = [job for job in self._hanging if not job.ended.is_set()]
+        return bool(self._hanging)
+
+    def _watch_job(self, job: _StorageJob, deadline: float) -> None:
+        """Gives an order up at its deadline. All have one time-out, so waiting for the oldest is right."""
+        if job.ended.wait(max(deadline - time.monotonic(), 0)):
+            return
+        assert self.store is not None
+        self._hanging = [*self._hanging, job]
+        self.store.tally.add(failures=1)
+        what, pages = job.order.kind, len(job.order.host)
+        self.store.tally.warn(
+            "hangs",
+            "kv storage: a %s of %d pages given up after %g s; not asked until it is back",
+            what,
+            pages,
+            self._timeout,
+        )
+        job.answer()
 
     def _run_job(self, job: _StorageJob, work: Callable[[_StorageJob], None], behind: _Copy | None) -> None:
         try:
@@ -193,7 +219,7 @@ class _StorageJob:
         self._report = report
         self._pages = 0
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # nothing is done for it any more
 
     def fill(self, row: memoryview, page: memoryview) -> bool:
         """Writes a host page, which has arrived then; False, and nothing is written, when the order has been answered."""
@@ -213,18 +239,16 @@ class _StorageJob:
         with self._lock:
             self._pages += pages
 
-    def finish(self) -> None:
+    def answer(self) -> None:
         with self._lock:
-            self._ended.set()
             if not self.answered:
                 self.answered = True
                 self._report(self.order.ticket, self._pages)
 
-    def watch(self, deadline: float) -> None:
-        """Answers at the deadline if it has not ended. All have one time-out, so waiting for the oldest is right."""
-        if not self._ended.wait(max(deadline - time.monotonic(), 0)):
-            log.warning("kv storage: %s of %d pages given up", self.order.kind, len(self.order.host))
-            self.finish()
+    def finish(self) -> None:
+        """Its end; an order that has been given up is not answered again."""
+        self.ended.set()
+        self.answer()
 
 
 class _Part:
