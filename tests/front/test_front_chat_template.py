@@ -85,12 +85,15 @@ def test_helpers_equal_transformers() -> None:
         ([{"type": "input_text", "text": "a"}], "a"),
     ],
 )
-def test_content_of_every_form_for_every_role(template: str, role: str, content: Any, text: str) -> None:  # rig#1362
+def test_b46_content_of_every_form_for_every_role(template: str, role: str, content: Any, text: str) -> None:
+    """rig#1362. A template that reads parts joins them as it will."""
+    text = text.replace("\n", "") if template is PARTS else text
     assert render(template, message(role, content)) == f"<|{role}|>{text}\n<|assistant|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, PARTS])
-def test_no_content_beside_a_tool_call_is_the_same_in_all_forms(template: str) -> None:  # lmstudio#261
+def test_b45_no_content_beside_a_tool_call_is_the_same_in_all_forms(template: str) -> None:
+    """lmstudio#261."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     forms = [{"content": None}, {}, {"content": ""}]
     texts = {render(template, {"role": "assistant", "tool_calls": [call], **form}) for form in forms}
@@ -100,7 +103,8 @@ def test_no_content_beside_a_tool_call_is_the_same_in_all_forms(template: str) -
 @pytest.mark.parametrize(
     ("arguments", "shown"), [('{"a": 1}', "a=1;"), ("", ""), ('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"')]
 )
-def test_past_arguments_are_an_object_where_they_can_be(arguments: str, shown: str) -> None:  # vllm.cpp#526, vllm#43995
+def test_b43_b44_past_arguments_are_an_object_where_they_can_be(arguments: str, shown: str) -> None:
+    """vllm#43995, vllm#48922 (broken ones are no error), vllm.cpp#526."""
     template = (
         "{% for c in messages[0].tool_calls %}{% set a = c.function.arguments %}"
         "{% if a is mapping %}{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}"
@@ -110,19 +114,22 @@ def test_past_arguments_are_an_object_where_they_can_be(arguments: str, shown: s
     assert render(template, {"role": "assistant", "tool_calls": [call]}) == shown
 
 
-def test_developer_is_system_where_the_template_does_not_know_it() -> None:  # llama.cpp#20215
+def test_b47_developer_is_system_where_the_template_does_not_know_it() -> None:
+    """llama.cpp#20215."""
     assert render(CHATML, message("developer", "d")) == "<|system|>d\n<|assistant|>"
     knows = CHATML + "{# developer #}"
     assert render(knows, message("developer", "d")) == "<|developer|>d\n<|assistant|>"
 
 
-def test_late_instructions_go_to_the_front_where_the_template_demands_it() -> None:  # vllm#43590, #42407
+def test_b47_late_instructions_go_to_the_front_where_the_template_demands_it() -> None:
+    """vllm#43590, vllm#42407."""
     conversation = [message("developer", "d"), message("system", "s"), message("user", "u"), message("system", "t")]
     assert render(SYSTEM_FIRST, *conversation) == "<|system|>d\n\ns\n\nt\n<|user|>u\n<|assistant|>"
     assert render(CHATML, *conversation) == "<|system|>d\n<|system|>s\n<|user|>u\n<|system|>t\n<|assistant|>"
 
 
-def test_merged_instructions_keep_every_part() -> None:  # vllm#56391
+def test_b48_merged_instructions_keep_every_part() -> None:
+    """vllm#56391."""
     template = SYSTEM_FIRST.replace(CHATML, PARTS)
     developer, system = message("developer", text_of("d1", "d2")), message("system", text_of("late"))
     assert (
@@ -131,7 +138,8 @@ def test_merged_instructions_keep_every_part() -> None:  # vllm#56391
     )
 
 
-def test_a_template_without_system_gets_it_in_the_first_user_message() -> None:  # sglang#892
+def test_b49_a_template_without_system_gets_it_in_the_first_user_message() -> None:
+    """sglang#892."""
     text = render(NO_SYSTEM, message("system", "s"), message("user", "u"), message("user", "v"))
     assert text == "<|user|>s\n\nu\n<|user|>v\n<|assistant|>"
     with pytest.raises(RequestError, match="System role not supported"):

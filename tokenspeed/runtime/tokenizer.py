@@ -102,7 +102,9 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """From tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json, config.json."""
+        """From tokenizer.json, tokenizer_config.json, generation_config.json, config.json, and chat templates in
+        chat_template.jinja and additional_chat_templates/NAME.jinja.
+        """
         file = path / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -118,6 +120,8 @@ class Tokenizer:
             templates = {entry["name"]: entry["template"] for entry in templates}
         if (jinja := path / "chat_template.jinja").is_file():
             templates["default"] = jinja.read_text("utf-8")
+        for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+            templates[file.stem] = file.read_text("utf-8")
         return cls(
             backend,
             special_tokens={name: value for name, value in specials.items() if value},
