@@ -18,7 +18,7 @@ from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.grammar.fields import from_response_format
-from tokenspeed.runtime.grammar.structure import WHITESPACE
+from tokenspeed.runtime.grammar.structure import WHITESPACE, json_rule
 from tokenspeed.runtime.messages import CoreParams, Submit, packed
 from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -27,7 +27,6 @@ from tokenspeed.runtime.grammar import front
 from tokenspeed.runtime.grammar.compiler import Grammars
 from tokenspeed.runtime.grammar.core import CoreGrammars
 from tokenspeed.runtime.grammar.matcher import Matcher, fill_all
-from tokenspeed.runtime.grammar.source import json_rule
 
 END = 257  # the tiny tokenizer's EOS
 

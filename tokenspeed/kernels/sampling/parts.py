@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,9 +52,11 @@ def mask_logits(z: Tensor, params: Tensor, allow: Tensor, *, offset: int, out: T
         return
     if out.data_ptr() != z.data_ptr():
         out.copy_(z)
-    wanted = int(Flag.VALID | Flag.MASK)
+    wanted, words = int(Flag.VALID | Flag.MASK), allow.numpy().astype("<i4", copy=False)
     for i in ((params[:, Word.FLAGS] & wanted) == wanted).nonzero().flatten().tolist():
-        out[i : i + 1] = _REFERENCES["mask_logits"](z[i : i + 1], params[i : i + 1], allow, offset=offset)
+        if 0 <= (slot := int(params[i, Word.SLOT])) < len(words):
+            bits = np.unpackbits(words[slot].view(np.uint8), bitorder="little")[offset : offset + z.shape[1]]
+            out[i].masked_fill_(torch.from_numpy(bits) == 0, float("-inf"))
 
 
 def tally(x: Tensor, params: Tensor, *rest: Tensor, by: str, round: int, out: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from tokenspeed.runtime.grammar.structure import WHITESPACE, Structure, wrong
+from tokenspeed.runtime.grammar.structure import Structure, json_options, wrong
 
 #: JSON of any shape (RFC 8259); {top} is object or value, {ws} an optional run of whitespace
 _ANY_JSON = r"""
@@ -23,7 +23,6 @@ array: "[" {ws} (value {ws} ("," {ws} value {ws})*)? "]"
 STRING: /"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u([0-9abcefABCEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})))*"/
 NUMBER: /-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/
 """
-_ANYTHING = ({}, True)
 
 
 def grammar_of(s: Structure) -> str:
@@ -33,9 +32,9 @@ def grammar_of(s: Structure) -> str:
             return _lark(_any_json("object", s.whitespace))
         case "json_schema":
             schema = json.loads(s.source)
-            if schema in _ANYTHING:
+            if schema in ({}, True):
                 return _lark(_any_json("value", s.whitespace))
-            return llguidance.LLMatcher.grammar_from_json_schema(s.source, overrides=_options(s.whitespace))
+            return llguidance.LLMatcher.grammar_from_json_schema(s.source, overrides=json_options(s.whitespace))
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(s.source)
         case "choice":
@@ -49,19 +48,6 @@ def grammar_of(s: Structure) -> str:
                 raise wrong(f"the grammar cannot be read: {fault}") from None
         case "structural_tag":
             return _tags(json.loads(s.source), s.whitespace)
-
-
-def json_rule(schema: Any, whitespace: int = WHITESPACE) -> str:
-    """What stands in a `lark` structure for a value of a JSON schema, with bounded whitespace."""
-    if schema in _ANYTHING:
-        schema = {}
-    return "%json " + json.dumps({**schema, "x-guidance": _options(whitespace)})
-
-
-def _options(whitespace: int) -> Any:
-    if not whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{whitespace}}}"}
 
 
 def _any_json(top: str, whitespace: int) -> str:
@@ -88,6 +74,6 @@ def _tags(tag: dict[str, Any], whitespace: int) -> str:
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
             raise wrong(f"no trigger of the structural_tag begins {begin[:80]!r}")
-        schema = {**(schema if isinstance(schema, dict) else {}), "x-guidance": _options(whitespace)}
+        schema = {**(schema if isinstance(schema, dict) else {}), "x-guidance": json_options(whitespace)}
         tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=s["end"]))
     return _lark(llguidance.StructTag.to_grammar(tags, assume_special=False))

@@ -83,6 +83,19 @@ class Structure:
         return cls("choice", text_of("choice", list(choices)), **fields)
 
 
+def json_rule(schema: Mapping[str, Any] | bool, whitespace: int = WHITESPACE) -> str:
+    """What stands in a `lark` structure for a value of a JSON schema, with bounded whitespace."""
+    body = schema if isinstance(schema, Mapping) else {}
+    return "%json " + text_of("json_schema", {**body, "x-guidance": json_options(whitespace)})
+
+
+def json_options(whitespace: int) -> dict[str, Any]:
+    """What llguidance is told of whitespace in JSON, beside a schema."""
+    if not whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{whitespace}}}"}
+
+
 def check_schema(schema: Any) -> None:
     """RequestError for what is no JSON schema at the top or nested too deep; the rest is the grammar engine's to say."""
     if not isinstance(schema, dict | bool):
