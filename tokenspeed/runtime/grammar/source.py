@@ -36,7 +36,7 @@ def grammar_of(s: Structure) -> str:
                 return _lark(_any_json("value", s.whitespace))
             return llguidance.LLMatcher.grammar_from_json_schema(s.source, overrides=json_options(s.whitespace))
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(s.source)
+            return _lark(f"start: /{llguidance.regex_to_lark(s.source, 'd')}/")  # a digit is one of 0-9
         case "choice":
             return _lark("start: " + " | ".join(json.dumps(c) for c in json.loads(s.source)))
         case "lark":
