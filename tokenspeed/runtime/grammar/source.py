@@ -34,7 +34,8 @@ def grammar_of(s: Structure) -> str:
             schema = json.loads(s.source)
             if schema in ({}, True):
                 return _lark(_any_json("value", s.whitespace))
-            return llguidance.LLMatcher.grammar_from_json_schema(s.source, overrides=json_options(s.whitespace))
+            options: Any = json_options(s.whitespace)
+            return llguidance.LLMatcher.grammar_from_json_schema(s.source, overrides=options)
         case "regex":
             return _lark(f"start: /{llguidance.regex_to_lark(s.source, 'd')}/")  # a digit is one of 0-9
         case "choice":
