@@ -105,6 +105,20 @@ def test_without_a_certificate_there_is_none(tmp_path: Path) -> None:
     assert load_artifact(plain.write(root)).certificate() is None and not (root / "certificate.json").exists()
 
 
+def test_what_an_older_artifact_held_goes_and_other_things_stay(tmp_path: Path) -> None:
+    root = compiled().write(tmp_path / "a")
+    for old in ("kernels/sm_90/0.cubin", "programs/old.ir"):
+        (root / old).parent.mkdir(parents=True, exist_ok=True)
+        (root / old).write_text("of another program")
+    load_artifact(compiled().write(root))
+    assert not (root / "kernels").exists() and not (root / "programs/old.ir").exists()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="other files and no artifact"):
+        compiled().write(tmp_path / "b")
+    assert [f.name for f in (tmp_path / "b").iterdir()] == ["letter.txt"]
+
+
 def test_what_decides_the_program_is_in_the_key() -> None:
     plain = compiled().manifest["semantic_key"]
     assert compiled().manifest["semantic_key"] == plain

@@ -61,6 +61,8 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         ({"max_model_len": 1}, "max_model_len is 1: must be 0 (the model's own limit), or 2 and more"),
         ({"max_model_len": -1}, "max_model_len is -1: must be 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),
+        ({"kv_events": 2**31}, f"kv_events is {2**31}: must be at most {2**31 - 1}"),
+        ({"host_kv_gib": float("nan")}, "host_kv_gib is nan: must be"),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected an integer"),
         ({"max_num_seqs": True}, "max_num_seqs is True: expected an integer"),
         ({"memory_fraction": -0.1}, "memory_fraction is -0.1: must lie in"),

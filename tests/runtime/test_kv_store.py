@@ -318,6 +318,10 @@ def test_redis_damaged_full_and_away(redis_url: str) -> None:
         ("file:///var/kv?limit=much", "limit is 'much'"),
         ("file:///var/kv?limit=0", "limit is '0'"),
         ("file:///var/kv?limit=1GiB&ttl=4", "takes limit and timeout, not ttl"),
+        ("file:///..?limit=1GiB", "three slashes"),
+        ("file:///a%00b?limit=1GiB", "no name holds a NUL"),
+        ("file:///a#b?limit=1GiB", "written %23"),
+        ("file:///a?limit=1GiB&limit=2GiB", "each setting is given once"),
         ("redis://h?limit=1GiB", "takes timeout, not limit"),
         ("redis://h?timeout=-1", "timeout is '-1'"),
         ("redis://h?timeout=soon", "timeout is 'soon'"),
@@ -330,5 +334,7 @@ def test_addresses(text: str, fault: str | None) -> None:
 
 def test_an_address_names_all_it_says() -> None:
     assert parse_address("file:///var/kv?limit=1.5KiB&timeout=2") == Address("file", "/var/kv", 1536, 2.0)
+    assert parse_address("file:///var/k%20v%23/../x?limit=1KiB").location == "/var/x"
+    assert parse_address("file:///k%20v%23?limit=1KiB").location == "/k v#"
     redis = parse_address("redis://u:secret@h:1/2?timeout=3")
     assert redis == Address("redis", "redis://u:secret@h:1/2", 0, 3.0) and redis.shown == "redis://h:1/2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import __version__
-from tokenspeed.compiler.artifact import SCHEMA, digest, dump, program_name, programs_key, semantic_key
+from tokenspeed.compiler.artifact import KERNELS, SCHEMA, digest, dump, program_name, programs_key, semantic_key
 from tokenspeed.compiler.compat import compat_of
 from tokenspeed.compiler.costs import load_costs
 from tokenspeed.compiler.explain import explain_text
@@ -45,9 +46,13 @@ class Compiled:
     certified: float = 0.0  # seconds of them that the certificate took
 
     def write(self, out: str | Path) -> Path:
-        """Writes the artifact, manifest.json last; files of an older one that this one lacks are removed."""
+        """Writes the artifact, manifest.json last; what an older one holds that this one lacks is removed, and kernels made from
+        it. FileExistsError where other things lie there."""
         root = Path(out)
         programs = root / "programs"
+        if root.is_dir() and not programs.is_dir() and next(root.iterdir(), None) is not None:
+            raise FileExistsError("the directory holds other files and no artifact; name a new or an empty one")
+        shutil.rmtree(root / KERNELS, ignore_errors=True)
         programs.mkdir(parents=True, exist_ok=True)
         for name in ("manifest.json", "certificate.json"):
             (root / name).unlink(missing_ok=True)

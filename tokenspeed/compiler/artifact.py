@@ -30,6 +30,7 @@ from tokenspeed.ir.mesh import Plan, parse_plan
 from tokenspeed.ir.text import parse_program
 
 SCHEMA = 1
+KERNELS = "kernels"  # folder of an artifact: kernels compiled ahead of its start, not the compiler's (runtime/ahead.py)
 _AGAIN = "run `tokenspeed compile` again"
 _FILES = ("manifest.json", "weights.json", "ports.json", "kernels.json")
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed.compiler.artifact import load_artifact
+from tokenspeed.compiler.artifact import KERNELS, load_artifact
 from tokenspeed.kernels.launch import compiling_ahead
 from tokenspeed.kernels.shipped import shipping
 from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import DummyCheckpoint, checkpoint_of
-from tokenspeed.runtime.cuda_executor import KERNELS, CudaExecutor
+from tokenspeed.runtime.cuda_executor import CudaExecutor
 from tokenspeed.runtime.executor import RankConfig
 from tokenspeed.runtime.progress import Progress, silent
 

@@ -215,7 +215,9 @@ class ServerConfig:
     drain_timeout: float = option(
         30.0, check=at_least(0), help="Seconds that requests in flight may take after SIGTERM before they are aborted"
     )
-    max_body_bytes: int = option(64 << 20, check=at_least(1024), help="Longest request body; a longer one is a 413")
+    max_body_bytes: int = option(
+        64 << 20, check=at_least(1024, most=2**53), help="Longest request body; a longer one is a 413"
+    )
 
     def __post_init__(self) -> None:
         options.validate(self)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenspeed.compiler.artifact import Artifact
+from tokenspeed.compiler.artifact import KERNELS, Artifact
 from tokenspeed.ir.ops.sampling import PARAM_WORDS
 from tokenspeed.kernels.launch import compiling_ahead, scratch_bytes, with_chunks
 from tokenspeed.kernels.shipped import shipped
@@ -30,7 +30,6 @@ from tokenspeed.runtime.progress import Progress
 # Tokens from which a bucket that could be all decodes has a graph of its own for chunks of prompts: a chunk that is read
 # token by token reads its context as often.
 CHUNK = 16
-KERNELS = "kernels"  # folder of an artifact: what was compiled ahead (runtime/ahead.py)
 RING = 4  # slots; more than steps can be in flight
 
 

@@ -67,9 +67,15 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def at_least(low: float) -> Callable[[Any], str | None]:
-    """A check: the value is `low` or more."""
-    return lambda value: None if value is None or value >= low else f"must be at least {low}"
+def at_least(low: float, most: float = 2**31 - 1) -> Callable[[Any], str | None]:
+    """A check: the value is `low` or more, and `most` or less: what a machine word of the scheduler holds."""
+
+    def check(value: Any) -> str | None:
+        if value is None or low <= value <= most:
+            return None
+        return f"must be at least {low}" if value < low else f"must be at most {most}"
+
+    return check
 
 
 def table(cls: type) -> tuple[Option, ...]:

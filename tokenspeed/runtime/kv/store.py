@@ -7,13 +7,14 @@ counted, and logged rarely. Its methods may be called from several threads.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from tokenspeed.runtime.kv.record import Bytes
 
@@ -104,20 +105,26 @@ def parse_address(text: str) -> Address:
     parts = urlsplit(text)
     if parts.scheme not in ("file", "redis", "rediss"):
         raise ValueError("expected file:///FOLDER?limit=100GiB or redis://HOST:PORT/0")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ValueError("each setting is given once")
+    if parts.fragment or "\0" in unquote(text):
+        raise ValueError("a # in it is written %23, and no name holds a NUL")
     known = {"limit", "timeout"} if parts.scheme == "file" else {"timeout"}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{parts.scheme} takes {' and '.join(sorted(known))}, not {unknown[0]}")
     timeout = _seconds(given.get("timeout", ""))
     if parts.scheme != "file":
         return Address(parts.scheme, urlunsplit(parts._replace(query="")), 0, timeout)
-    if parts.netloc or not parts.path.strip("/"):
+    folder = os.path.normpath(unquote(parts.path))
+    if parts.netloc or not folder.strip("/."):
         raise ValueError(
             "a folder is written with three slashes and its whole path, as in file:///var/cache/kv?limit=100GiB"
         )
     if "limit" not in given:
         raise ValueError("a folder needs a limit, or it fills the disk: add ?limit=100GiB")
-    return Address("file", parts.path, _size(given["limit"]), timeout)
+    return Address("file", folder, _size(given["limit"]), timeout)
 
 
 def check_address(text: str) -> str | None:
