@@ -59,6 +59,7 @@ class Core:
         self.seen: set[tuple[int, ...]] = set()
         self.counts = {"submits": 0, "aborts": 0, "finishes": 0}
         self.seeds: list[int] = []
+        self.structures: list[str | None] = []
         self.stats = Stats(kv_pages_total=100, kv_pages_free=100)
 
     def run(self) -> None:
@@ -77,6 +78,7 @@ class Core:
         if isinstance(message, Submit):
             self.counts["submits"] += 1
             self.seeds.append(message.params.seed)
+            self.structures.append(message.params.structure and message.params.structure.source)
             run = Running(message, cached=16 if tuple(message.prompt_ids) in self.seen else 0)
             self.seen.add(tuple(message.prompt_ids))
             self.running[message.request_id] = run
@@ -90,7 +92,13 @@ class Core:
             if message.name == "shutdown":
                 return True
             if message.name == "stats":
-                result = {**self.counts, "running": len(self.running), "seeds": self.seeds, "pid": os.getpid()}
+                result = {
+                    **self.counts,
+                    "running": len(self.running),
+                    "seeds": self.seeds,
+                    "structures": self.structures,
+                    "pid": os.getpid(),
+                }
                 self.outbox.put(Reply(message.call_id, result))
             elif message.name == "flush_cache":
                 self.outbox.put(Reply(message.call_id, {"pages": len(self.seen)}))

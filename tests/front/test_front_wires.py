@@ -17,6 +17,7 @@ from wires import (
     NOW,
     OUTPUTS,
     RESPONSES,
+    SCHEMA,
     TEXT,
     THOUGHT,
     comparable,
@@ -36,6 +37,13 @@ def player(request: pytest.FixtureRequest) -> Iterator[AppServer]:
     target = scripted_core.run_player if request.param == "one token a step" else scripted_core.run_player_bursts
     with AppServer(target, ServerConfig(**NOTATION), max_model_len=4096) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """What a test that fails leaves unplayed is not played to the next."""
+    yield
+    scripted_core.PLAYS.clear()
 
 
 def answer(server: AppServer, wire: str, output: str, **more: Any) -> dict[str, Any]:
@@ -121,6 +129,61 @@ def test_b41_the_finish_reason_says_whether_a_tool_is_to_be_run(player: AppServe
     assert reasons(CHAT, CALL) == "tool_calls" and reasons(CHAT, TEXT) == "stop"
     assert reasons(MESSAGES, CALL) == "tool_use" and reasons(MESSAGES, TEXT) == "end_turn"
     assert reasons(RESPONSES, CALL) == reasons(RESPONSES, TEXT) == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_b41_a_call_that_was_named_is_a_plain_stop(player: AppServer, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+
+    def reason(choice: Any) -> str:
+        player.play(CALL)
+        body = request(CHAT, tool_choice=choice)
+        found = streamed(player, CHAT, body) if stream else player.post(CHAT, body).json()
+        (choice,) = found["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+        return choice["finish_reason"]
+
+    assert reason("required") == "tool_calls"
+    assert reason({"type": "function", "function": {"name": "get_weather"}}) == "stop"
+    assert reason({"type": "function", "name": "get_weather"}) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("wire", "choices"),
+    [
+        (CHAT, [("required", "required"), ({"type": "function", "function": {"name": "now"}}, "now")]),
+        (MESSAGES, [({"type": "any"}, "required"), ({"type": "tool", "name": "now"}, "now")]),
+        (RESPONSES, [("required", "required"), ({"type": "function", "name": "now"}, "now")]),
+    ],
+)
+def test_a_forced_call_constrains_the_output(player: AppServer, wire: str, choices: list[tuple[Any, str]]) -> None:
+    pytest.importorskip("llguidance")
+    for choice, name in choices:
+        answer(player, wire, NOW, tool_choice=choice)
+        source = player.core_stats()["structures"][-1]
+        assert "now" in source and ("get_weather" in source) == (name == "required")
+    answer(player, wire, TEXT)
+    assert player.core_stats()["structures"][-1] is None
+
+
+@pytest.mark.parametrize(
+    ("wire", "more"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+        (CHAT, {"structured_outputs": {"json": SCHEMA}}),
+        (CHAT, {"guided_json": SCHEMA}),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}}),
+    ],
+)
+def test_a_structure_is_asked_for_on_each_wire(player: AppServer, wire: str, more: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    answer(player, wire, '{"city": "Paris"}', **more)
+    assert json.loads(player.core_stats()["structures"][-1]) == SCHEMA
+    bad = {"structured_outputs": {"regex": "("}} if wire == CHAT else None
+    if bad is not None:
+        response = player.post(wire, request(wire, **bad))
+        assert response.status_code == 400, response.text  # vllm#17248
 
 
 def test_without_parallel_calls_there_is_one(player: AppServer) -> None:

@@ -39,9 +39,9 @@ OUTPUTS = {
 }
 
 
-def request(wire: str, text: str = "What is the weather in Paris?", **more: Any) -> dict[str, Any]:
+def request(wire: str, /, said: str = "What is the weather in Paris?", **more: Any) -> dict[str, Any]:
     """A request of one user message with the tools."""
-    message = [{"role": "user", "content": text}]
+    message = [{"role": "user", "content": said}]
     bodies: dict[str, dict[str, Any]] = {
         CHAT: {"messages": message, "tools": CHAT_TOOLS},
         MESSAGES: {"messages": message, "tools": MESSAGES_TOOLS, "max_tokens": 500},

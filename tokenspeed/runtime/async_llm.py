@@ -13,7 +13,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,14 +173,15 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        kept: Collection[str] = (),
         wait: bool = False,
     ) -> list[RequestStream]:
         """Accept a request of one or several prompts, all of them or none: a stream of deltas for each.
 
         A prompt is a text or token ids. A lower `priority` (int32) goes first; `cache_salt` names the domain in which
-        prefixes are shared. Raises RequestError for what is wrong with the request or too large ever to be taken,
-        UnavailableError when the core is not up, QueueFullError when too much is queued, unless `wait` asks to wait
-        for room.
+        prefixes are shared; special tokens of `kept` stay in the text. Raises RequestError for what is wrong with the
+        request or too large ever to be taken, UnavailableError when the core is not up, QueueFullError when too much is
+        queued, unless `wait` asks to wait for room.
         """
         params = params or SamplingParams()
         ready = self.ready
@@ -202,7 +203,7 @@ class AsyncLLM:
             self._room.clear()
             await self._room.wait()
         client = self._connected()  # it may have died while this waited
-        return [self._send(client, *one, params, priority, cache_salt) for one in accepted]
+        return [self._send(client, *one, params, priority, cache_salt, kept) for one in accepted]
 
     def _send(
         self,
@@ -213,10 +214,11 @@ class AsyncLLM:
         params: SamplingParams,
         priority: int,
         cache_salt: str,
+        kept: Collection[str],
     ) -> RequestStream:
         """One prompt's choices to the core; `prompt` is `ids` packed."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        choices = [Choice(index, params, self.tokenizer) for index in range(params.n)]
+        choices = [Choice(index, params, self.tokenizer, kept) for index in range(params.n)]
         stream = RequestStream(ids, choices, self._close_stream)
         for choice in choices:
             if core_params.max_tokens == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tokenspeed.runtime.detokenizer import Detokenizer
 from tokenspeed.runtime.errors import GenerationError
@@ -24,7 +24,10 @@ class Choice:
 
     __slots__ = ("_detokenizer", "_held", "_include_stop", "_logprobs", "_tokenizer", "finished", "index", "num_tokens")
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, kept: Collection[str] = ()
+    ) -> None:
+        """`kept`: special tokens that stay in the text, whatever `params` says."""
         self.index = index
         self.finished = False
         self.num_tokens = 0
@@ -34,9 +37,11 @@ class Choice:
         self._held: deque[tuple[int, str, TokenLogprob | None]] = deque()  # tokens whose text is held back
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
+            specials = tokenizer.special_by_text if kept and params.skip_special_tokens else {}
+            hidden = tokenizer.special_ids - {specials[text] for text in kept if text in specials}
             self._detokenizer = Detokenizer(
                 tokenizer.token_bytes,
-                tokenizer.special_ids if params.skip_special_tokens else frozenset(),
+                hidden if params.skip_special_tokens else frozenset(),
                 params.stops,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,

@@ -90,6 +90,11 @@ class Tokenizer:
         r"""How log-probabilities name each id: its text, or `bytes:\xe2\x80` for a part of a character."""
         return [_name(raw) for raw in self.token_bytes]
 
+    @cached_property
+    def special_by_text(self) -> dict[str, int]:
+        """The ids of special tokens."""
+        return {self.names[token]: token for token in self.special_ids if token < len(self.names)}
+
     def save(self, directory: Path) -> None:
         """Write it in the Hugging Face layout, so that `from_directory` gives an equal one."""
         directory.mkdir(parents=True, exist_ok=True)

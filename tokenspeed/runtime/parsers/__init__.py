@@ -12,6 +12,7 @@ from tokenspeed.runtime.parsers.pieces import (
     Reasoning,
     Tool,
 )
+from tokenspeed.runtime.parsers.reasoning import answer_mark
 from tokenspeed.runtime.parsers.strings import FreeformInput
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Piece",
     "Reasoning",
     "Tool",
+    "answer_mark",
     "call_grammar",
     "families",
     "make_parser",

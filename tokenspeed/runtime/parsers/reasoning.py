@@ -62,3 +62,10 @@ THINKING: dict[str, Thinking] = {
     "mistral": Thinking("[THINK]", "[/THINK]", special=True),
     "qwen3": Thinking("<think>", "</think>", ends_at_call=True),
 }
+
+
+def answer_mark(reasoning: str, prompt: str) -> str:
+    """The text that ends what comes before the answer, at the end of this prompt; "" where the answer may begin at once."""
+    if reasoning == "gpt_oss":
+        return "<|channel|>final<|message|>"
+    return THINKING[reasoning].close if THINKING[reasoning].opened_by(prompt) else ""

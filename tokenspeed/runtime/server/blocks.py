@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenspeed.runtime.parsers import CallArguments, CallBegin, CallEnd, Piece, Reasoning, Tool
+from tokenspeed.runtime.parsers import CallArguments, CallBegin, CallEnd, FreeformInput, Piece, Reasoning, Tool
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +56,13 @@ News = Opened | Grew | Closed
 class Blocks:
     """The blocks of one choice. Give it the pieces in order with `add`, then `end` once."""
 
-    __slots__ = ("_custom", "_dropped", "_open", "_parallel", "_show_reasoning", "blocks")
+    __slots__ = ("_custom", "_dropped", "_input", "_open", "_parallel", "_show_reasoning", "blocks")
 
     def __init__(self, tools: Iterable[Tool] = (), *, parallel: bool = True, show_reasoning: bool = True) -> None:
         """Without `parallel` all calls but the first are left out."""
         self.blocks: list[Block] = []
         self._open: Block | None = None
+        self._input: FreeformInput | None = None  # of a custom tool's call that is open
         self._dropped = False  # the call that is open is left out
         self._custom = {tool.name for tool in tools if tool.kind == "custom"}
         self._parallel = parallel
@@ -89,8 +90,7 @@ class Blocks:
             elif isinstance(piece, CallEnd):
                 self._end_call(news)
             elif isinstance(piece, CallArguments):
-                if not self._dropped and self._open is not None and self._open.kind == "call":
-                    self._grow(self._open, piece.text, news)
+                self._arguments(piece.text, news)
             elif isinstance(piece, Reasoning):
                 if self._show_reasoning and piece.text:
                     self._grow(self._of("reasoning", news), piece.text, news)
@@ -116,8 +116,18 @@ class Blocks:
             news,
         )
 
+    def _arguments(self, text: str, news: list[News]) -> None:
+        if self._dropped or self._open is None or self._open.kind != "call":
+            return
+        if self._input is not None:
+            text = self._input.feed(text)
+        if text:
+            self._grow(self._open, text, news)
+
     def _end_call(self, news: list[News]) -> None:
         if self._open is not None and self._open.kind == "call":
+            if self._input is not None and (rest := self._input.finish()):
+                self._grow(self._open, rest, news)
             self._close(news)
         self._dropped = False
 

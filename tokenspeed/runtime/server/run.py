@@ -13,9 +13,10 @@ from typing import Any
 
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.errors import GenerationError, RequestError
+from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.messages import FinishReason, TokenLogprob
 from tokenspeed.runtime.outputs import OutputDelta, Usage
-from tokenspeed.runtime.parsers import OutputParser, Piece, Reasoning, make_parser
+from tokenspeed.runtime.parsers import OutputParser, Piece, Reasoning, answer_mark, call_grammar, make_parser
 from tokenspeed.runtime.request_stream import RequestStream
 from tokenspeed.runtime.server.blocks import Blocks, News
 from tokenspeed.runtime.server.turn import Turn
@@ -108,34 +109,55 @@ class Run:
 
 async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:
     """Submit a turn. Raises EngineError before anything of it reaches the core."""
-    text, ids = await prompt(llm, turn)
     tools = turn.offered
-    if turn.offered and not notation.tool:
+    if tools and not notation.tool:
         raise RequestError(
             "this model's notation of tool calls is not known: start with --tool-call-parser, or leave tools out",
             param="tools",
         )
-    if turn.choice.forced:
-        raise RequestError("tool_choice can be auto or none: a call cannot be forced yet", param="tool_choice")
-    changes: dict[str, Any] = {}
-    room = llm.max_len - len(ids)
-    wanted = turn.params.max_tokens
-    cut = turn.fit and wanted is not None and wanted > room >= 1
-    if cut:
-        changes = {"max_tokens": room, "min_tokens": min(turn.params.min_tokens, room)}
+    text, ids = await prompt(llm, turn)
     parsers = [
         make_parser(notation.tool, notation.reasoning, tools=tools, prompt=text, forced=turn.choice.forced)
         for _ in range(turn.params.n)
     ]
-    if parsers[0].keep_special:
-        changes["skip_special_tokens"] = False
-    params = dataclasses.replace(turn.params, **changes) if changes else turn.params
-    stream = await llm.submit(ids, params, priority=turn.priority, cache_salt=turn.cache_salt)
+    changes: dict[str, Any] = {"structure": _structure(llm, notation, turn, text)}
+    room, wanted = llm.max_len - len(ids), turn.params.max_tokens
+    cut = turn.fit and wanted is not None and wanted > room >= 1
+    if cut:
+        changes |= {"max_tokens": room, "min_tokens": min(turn.params.min_tokens, room)}
+    stream = await llm.submit(
+        ids,
+        dataclasses.replace(turn.params, **changes),
+        priority=turn.priority,
+        cache_salt=turn.cache_salt,
+        kept=parsers[0].special_tokens,
+    )
     choices = [
         Choice(index, parser, Blocks(tools, parallel=turn.parallel, show_reasoning=turn.show_reasoning))
         for index, parser in enumerate(parsers)
     ]
     return Run(turn, stream, choices, cut=cut)
+
+
+def _structure(llm: AsyncLLM, notation: Notation, turn: Turn, prompt: str) -> Structure | None:
+    """What the output must look like: calls that are forced in the model's notation, else what was asked for.
+
+    A structure constrains the answer, not the thought before it.
+    """
+    if turn.choice.forced:
+        assert notation.tool is not None, "tools are offered, so there is a notation"
+        return call_grammar(
+            notation.tool,
+            turn.tools,
+            turn.choice.name or "required",
+            turn.parallel,
+            reasoning=notation.reasoning,
+            prompt=prompt,
+            special_tokens=llm.tokenizer.special_by_text if llm.tokenizer else None,
+        )
+    if turn.params.structure is None or notation.reasoning is None:
+        return turn.params.structure
+    return dataclasses.replace(turn.params.structure, after=answer_mark(notation.reasoning, prompt))
 
 
 async def prompt(llm: AsyncLLM, turn: Turn) -> tuple[str, list[int]]:
