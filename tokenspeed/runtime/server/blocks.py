@@ -109,12 +109,12 @@ class Blocks:
         self._dropped = not self._parallel and piece.index > 0
         if self._dropped:
             return
-        name = piece.name
-        call_id = piece.id or f"call_{uuid.uuid4().hex[:24]}"
-        self._open_new(
-            Block("call", len(self.blocks), name=name, id=call_id, index=len(self.calls), custom=name in self._custom),
-            news,
+        call = Block(
+            "call", len(self.blocks), name=piece.name, index=len(self.calls), custom=piece.name in self._custom
         )
+        call.id = piece.id or f"call_{uuid.uuid4().hex[:24]}"
+        self._input = FreeformInput() if call.custom else None
+        self._open_new(call, news)
 
     def _arguments(self, text: str, news: list[News]) -> None:
         if self._dropped or self._open is None or self._open.kind != "call":

@@ -69,7 +69,8 @@ class _Answer:
             async for _, news in self._run:
                 if not begun:  # not before: now it is known how much of the prompt was cached
                     begun = True
-                    message = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+                    unknown = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details"))
+                    message = {**self._message([]), **unknown, "usage": self._usage()}
                     yield named_event({"type": "message_start", "message": message})
                 for item in news:
                     for payload in _events(item):
@@ -93,7 +94,7 @@ class _Answer:
             reason, sequence = "stop_sequence", choice.stop_reason
         else:
             reason = "tool_use" if choice.blocks.calls else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
     def _usage(self) -> dict[str, int]:
         """Of the prompt's tokens, those that came from the cache are counted apart."""
