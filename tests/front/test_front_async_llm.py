@@ -11,7 +11,14 @@ import scripted_core
 
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig
-from tokenspeed.runtime.errors import EngineError, GenerationError, QueueFullError, RequestError, UnavailableError
+from tokenspeed.runtime.errors import (
+    EngineError,
+    GenerationError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+    UnavailableError,
+)
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
@@ -440,3 +447,29 @@ async def test_metrics_count_what_happened() -> None:
     assert values[f"tokenspeed:num_requests_waiting{label}"] == 0
     assert values[f"tokenspeed:kv_cache_usage_perc{label}"] == 0
     assert values[f"tokenspeed:iteration_tokens_total_count{label}"] == 4
+
+
+async def test_a_request_ends_when_its_time_is_over() -> None:
+    """Its own limit or the engine's, whichever is shorter, with what there is; one that ended before is left alone."""
+    llm = make(request_timeout=30)
+    await llm.start()
+    slow = [scripted_core.SLOW, 5, 6]
+    cut = await (await llm.submit(slow, SamplingParams(max_tokens=400, timeout=0.1))).collect()
+    assert cut.finish_reason == "abort" and cut.choices[0].stop_reason == "timeout"
+    assert 0 < len(cut.token_ids) < 400
+    done = await (await llm.submit(PROMPT, SamplingParams(max_tokens=2, timeout=30))).collect()
+    assert done.finish_reason == "length" and llm.in_flight == 0
+    assert (await llm.control("stats"))["aborts"] == 1
+    await llm.close()
+
+
+async def test_b65_a_request_waits_no_longer_than_it_may() -> None:
+    # sglang#17143
+    llm = make(queue_timeout=0.05)
+    await llm.start()
+    with pytest.raises(QueueTimeoutError, match=r"waited 0.05 s") as caught:
+        await (await llm.submit([scripted_core.STALL])).collect()
+    assert caught.value.retry_after == 1.0 and llm.in_flight == 0
+    output = await (await llm.submit([scripted_core.SLOW, 5], SamplingParams(max_tokens=30))).collect()
+    assert output.finish_reason == "length"  # one that has begun is not waiting
+    await llm.close()

@@ -293,6 +293,23 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:  # vllm#2901, #18826
             assert server.core_stats()["running"] == 1
 
 
+def test_b65_a_request_that_waited_too_long_is_a_503() -> None:  # sglang#17143
+    with AppServer(queue_timeout=0.05) as server:
+        answer = server.post(TEXT, {"prompt": HELD})
+        check(answer, 503, code="queue_timeout")
+        assert float(answer.headers["Retry-After"]) > 0
+        last = server.post(TEXT, {"prompt": HELD, "stream": True}).text.strip().split("\n\n")[-1]
+        assert "waited" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_a_request_may_limit_its_time(server: AppServer) -> None:
+    body = {"prompt": [scripted_core.SLOW, 5, 6], "max_tokens": 400, "timeout": 0.1}
+    (choice,) = server.post(TEXT, body).json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    for wrong in (0, -1, "1", 1e300):
+        check(server.post(TEXT, {**body, "timeout": wrong}), 400, "timeout")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_of_the_core_is_told(server: AppServer, stream: bool) -> None:
     body = {"prompt": [scripted_core.FAIL, 5, 6], "max_tokens": 9}

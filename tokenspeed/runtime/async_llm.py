@@ -60,6 +60,7 @@ class _Live:
     prompt_tokens: int
     submitted: float  # time.monotonic(), seconds
     last_token: float = 0.0  # same clock; 0: none yet
+    timers: list[asyncio.TimerHandle] = dataclasses.field(default_factory=list)
 
 
 def make_client(config: EngineConfig, target: CoreEntry | None = None) -> CoreClient:
@@ -189,6 +190,8 @@ class AsyncLLM:
         check_text("cache_salt", cache_salt)
         self._check_choices(len(prompts), params.n)
         eos = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+        if not (wait or self._has_room(params.n * len(prompts), 0)):  # told before the work of tokenizing
+            raise self._full()
         accepted: list[tuple[list[int], bytes, CoreParams]] = []
         for prompt in prompts:
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
@@ -199,7 +202,7 @@ class AsyncLLM:
         tokens = params.n * sum(len(ids) for ids, _, _ in accepted)
         while not self._has_room(params.n * len(prompts), tokens):
             if not wait:
-                raise QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
+                raise self._full()
             self._room.clear()
             await self._room.wait()
         client = self._connected()  # it may have died while this waited
@@ -226,13 +229,31 @@ class AsyncLLM:
                 continue
             request_id = next(self._ids)
             stream.request_ids.append(request_id)
-            self._live[request_id] = _Live(stream, choice, len(ids), time.monotonic())
+            self._live[request_id] = live = _Live(stream, choice, len(ids), time.monotonic())
+            self._limit(request_id, live, params.timeout)
             self._waiting_tokens += len(ids)
             choice_params = dataclasses.replace(core_params, seed=(seed + choice.index) & SEED_MASK)
             client.send(Submit(request_id, prompt, choice_params, priority, cache_salt))
         if self._metrics is not None:
             self._metrics.accepted(len(ids), core_params.max_tokens)
         return stream
+
+    def _limit(self, request_id: int, live: _Live, timeout: float | None) -> None:
+        """Starts the clocks of a request."""
+        loop = asyncio.get_running_loop()
+        limits = [limit for limit in (timeout, self.config.request_timeout) if limit]
+        if limits:
+            live.timers.append(loop.call_later(min(limits), self._expire, request_id))
+        if self.config.queue_timeout:
+            live.timers.append(loop.call_later(self.config.queue_timeout, self._waited, request_id))
+
+    def _expire(self, request_id: int) -> None:
+        self._end(request_id, "abort", stop_reason="timeout")
+
+    def _waited(self, request_id: int) -> None:
+        if not self._live[request_id].last_token:
+            error = f"the request waited {self.config.queue_timeout:g} s for its turn: try again later"
+            self._end(request_id, "error", error, waited=True)
 
     async def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids (int list); a long text is tokenized in a thread. Raises RequestError."""
@@ -320,6 +341,9 @@ class AsyncLLM:
         bound = self.config.max_queued_tokens
         return not (self._waiting_tokens and bound and self._waiting_tokens + prompt_tokens > bound)
 
+    def _full(self) -> QueueFullError:
+        return QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
+
     async def _pump(self, client: CoreClient) -> None:
         """Deliver what the core says until it says that it died."""
         while True:
@@ -362,16 +386,18 @@ class AsyncLLM:
             self._metrics.tokens(tokens, now - (live.submitted if first else live.last_token), first=first)
         live.last_token = now
 
-    def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, request_id: int, reason: FinishReason, error: str | None = None, **why: Any) -> None:
         """The front ends a request: terminal delta to its stream, abort to the core."""
         live = self._live[request_id]
         self._retire(request_id, reason)
         if self._client is not None and not self.died.is_set():
             self._client.send(Abort(request_id))
-        live.stream.put(live.choice.end(reason, error))
+        live.stream.put(live.choice.end(reason, error, **why))
 
     def _retire(self, request_id: int, reason: FinishReason | None) -> None:
         live = self._live.pop(request_id)
+        for timer in live.timers:
+            timer.cancel()
         if not live.last_token:
             self._waiting_tokens -= live.prompt_tokens
         self._room.set()

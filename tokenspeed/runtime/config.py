@@ -150,6 +150,17 @@ class EngineConfig:
     max_queued_tokens: int = option(
         0, check=at_least(0), help="Prompt tokens accepted that wait for a first output token; 0: no bound"
     )
+    queue_timeout: float = option(
+        0.0,
+        check=at_least(0),
+        help="Seconds that an accepted request may wait for its first token; then it is a 503. 0: no limit",
+    )
+    request_timeout: float = option(
+        0.0,
+        check=at_least(0),
+        help="Seconds that a request may take; then it ends as aborted, with what there is. Its own `timeout` may be "
+        "shorter. 0: no limit",
+    )
     core: str = option(
         "process", choices=("process", "inproc"), help="Where the engine core runs: its own process, or a thread here"
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 from tokenspeed.runtime import options
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig
-from tokenspeed.runtime.errors import GenerationError, RequestError, UnavailableError
+from tokenspeed.runtime.errors import RequestError, UnavailableError
 from tokenspeed.runtime.generate_arguments import with_arguments
 from tokenspeed.runtime.messages import Ready
 from tokenspeed.runtime.outputs import OutputDelta, RequestOutput
@@ -330,5 +330,5 @@ def _checked(item: OutputDelta | BaseException) -> OutputDelta:
     if isinstance(item, BaseException):
         raise item
     if item.finish_reason == "error":
-        raise GenerationError(item.error or "the engine core failed on this request")
+        raise item.failure
     return item

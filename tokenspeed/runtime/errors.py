@@ -49,5 +49,11 @@ class GenerationError(EngineError):
     """The engine core failed on a request that it had accepted."""
 
 
+class QueueTimeoutError(GenerationError):
+    """The request waited longer for its first token than queue_timeout allows: come back after `retry_after` seconds."""
+
+    retry_after = 1.0
+
+
 class StartupError(EngineError, RuntimeError):
     """The engine core did not come up; the text is the core's own reason."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenspeed.runtime.errors import GenerationError, QueueTimeoutError
 from tokenspeed.runtime.messages import FinishReason, TokenLogprob
 
 __all__ = ["Completion", "FinishReason", "OutputDelta", "RequestOutput", "TokenLogprob", "Usage"]
@@ -16,7 +17,8 @@ __all__ = ["Completion", "FinishReason", "OutputDelta", "RequestOutput", "TokenL
 
 @dataclass(slots=True)
 class OutputDelta:
-    """News of one choice. `stop_reason` is the stop string or stop token id that ended it, None for end of sequence."""
+    """News of one choice. `stop_reason` is the stop string or stop token id that ended it, None for end of sequence; "timeout"
+    of one that was aborted because its time was over."""
 
     index: int
     text: str = ""
@@ -26,6 +28,13 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None  # with finish_reason "error"
+    waited: bool = False  # with an error: the request waited too long for its turn
+
+    @property
+    def failure(self) -> GenerationError:
+        """The error of a delta with finish_reason "error"."""
+        kind = QueueTimeoutError if self.waited else GenerationError
+        return kind(self.error or "the engine core failed on this request")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from tokenspeed.runtime.detokenizer import Detokenizer
-from tokenspeed.runtime.errors import GenerationError
 from tokenspeed.runtime.messages import FinishReason, TokenDelta, TokenLogprob
 from tokenspeed.runtime.outputs import Completion, OutputDelta, RequestOutput, Usage
 from tokenspeed.runtime.sampling_params import SamplingParams
@@ -64,9 +63,12 @@ class Choice:
             out.stop_reason = None if is_eos else delta.stop_token_id
         return self._emit(out)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+    def end(
+        self, reason: FinishReason, error: str | None = None, *, stop_reason: str | None = None, waited: bool = False
+    ) -> OutputDelta:
         """The last delta of a choice that the front ends itself."""
-        out = self._emit(OutputDelta(self.index, finish_reason=reason, error=error))
+        out = OutputDelta(self.index, finish_reason=reason, error=error, stop_reason=stop_reason, waited=waited)
+        out = self._emit(out)
         assert out is not None
         return out
 
@@ -156,7 +158,7 @@ class RequestStream:
         try:
             async for delta in self:
                 if delta.finish_reason == "error":
-                    raise GenerationError(delta.error or "the engine core failed on this request")
+                    raise delta.failure
                 completions[delta.index].add(delta)
         finally:
             self.close()

@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
 MAX_REPETITION = 100.0  # and its inverse the least: logits over a float32 that underflows are no numbers
+MAX_TIMEOUT = 1e7  # seconds
 MAX_INTEGER = (1 << 63) - 1  # of every integer field: what the wire and the core can hold
 SEED_MASK = (1 << 64) - 1  # a seed is an int64; it travels as the same 64 bits, unsigned
 
@@ -34,7 +35,8 @@ class SamplingParams:
     filter off. The repetition penalty looks at prompt and output, presence and frequency penalties at the output
     alone. `logprobs` k asks for the sampled token's log-probability and those of the k best. A `seed` makes the
     request reproducible; it lies in -2^63..2^63-1, and choice i of `n` uses seed + i (modulo 2^64). A `structure` is what
-    the output must look like; where it is complete the output ends, whatever min_tokens and ignore_eos say.
+    the output must look like; where it is complete the output ends, whatever min_tokens and ignore_eos say. After `timeout` seconds
+    the request ends as aborted, with what there is.
     """
 
     n: int = 1
@@ -58,6 +60,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structure: Structure | None = None
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -138,6 +141,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.timeout is not None:
+            _number("timeout", self.timeout, 0.0, MAX_TIMEOUT, open_low=True)
         if not isinstance(self.structure, Structure | None):
             raise RequestError("structure must be a Structure", param="structure")
 

@@ -105,7 +105,7 @@ class _Answer:
                     yield self._event(self._choice(index, Completion(), echo, 0))
         async for at, delta in merge(self._streams):
             if delta.finish_reason == "error":
-                raise GenerationError(delta.error or "the engine core failed on this request")
+                raise delta.failure
             index = at * count + delta.index
             if delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids:
                 offset = sent.get(index, 0)

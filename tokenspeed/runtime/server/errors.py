@@ -20,6 +20,7 @@ from tokenspeed.runtime.errors import (
     ModelNotFound,
     NotFound,
     QueueFullError,
+    QueueTimeoutError,
     RequestError,
     UnavailableError,
 )
@@ -44,6 +45,7 @@ _STATUS: dict[type[EngineError], tuple[int, str | None]] = {
     QueueFullError: (429, "rate_limit_exceeded"),
     UnavailableError: (503, "service_unavailable"),
     GenerationError: (500, "generation_failed"),
+    QueueTimeoutError: (503, "queue_timeout"),
 }
 
 _BODY = {

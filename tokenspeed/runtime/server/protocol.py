@@ -64,6 +64,7 @@ _SAMPLING = (
     "ignore_eos",
     "min_tokens",
     "skip_special_tokens",
+    "timeout",
 )
 _GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -123,6 +124,7 @@ class GenerationRequest(Body):
     min_tokens: int | None = None
     max_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    timeout: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

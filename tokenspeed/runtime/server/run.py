@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.runtime.async_llm import AsyncLLM
-from tokenspeed.runtime.errors import GenerationError, RequestError
+from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.messages import FinishReason, TokenLogprob
 from tokenspeed.runtime.outputs import OutputDelta, Usage
@@ -90,7 +90,7 @@ class Run:
         async for delta in self._stream:
             news = self.choices[delta.index].accept(delta)
             if delta.finish_reason == "error":
-                raise GenerationError(delta.error or "the engine core failed on this request")
+                raise delta.failure
             yield delta, news
 
     async def finish(self) -> Run:
