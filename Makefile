@@ -90,6 +90,10 @@ fuzz: install ## 10,000 random programs, and all mutants of golden programs
 	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000 --jobs $(JOBS)
 	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000 --jobs $(JOBS)
 
+.PHONY: fuzz-parsers
+fuzz-parsers: install ## 100,000 mutated model outputs through every parser of calls and reasoning
+	$(BIN)/python -m tests.front.fuzz_parsers
+
 .PHONY: cute
 cute: install ## CuTe DSL, and its kernels compiled ahead of time for sm_90a and sm_100a
 	$(BIN)/pip install --quiet -c constraints.txt "nvidia-cutlass-dsl==4.8.1"

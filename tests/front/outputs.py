@@ -391,6 +391,13 @@ SAMPLES: tuple[Sample, ...] = (
         ),
         called(1, "now", "{}"),
     ),
+    sample(
+        "pythonic half a surrogate pair",
+        "pythonic",
+        None,
+        "[get_weather(city='\\ud83d', units='\\ud83d\\ude00')]",
+        called(0, "get_weather", '{"city": "\ufffd", "units": "😀"}'),
+    ),
     sample("pythonic a list", "pythonic", None, "[1, 2, now()]", said("[1, 2, now()]")),
     sample(
         "pythonic malformed value",

@@ -146,6 +146,26 @@ def test_a_model_may_think_before_a_forced_call() -> None:
     assert pieces[1:] == tuple(called(0, "now", "{}"))
 
 
+def test_a_tool_may_have_any_name_and_a_schema_any_fault() -> None:
+    odd = Tool("NAME_INDEX_KEY", {"type": "object", "properties": {"KEY": {"type": "string"}}, "required": ["KEY"]})
+    source = call_grammar("hermes", [odd], "required", True).source
+    assert accepts(source, '<tool_call>\n{"name": "NAME_INDEX_KEY", "arguments": {"KEY": "x"}}\n</tool_call>')
+    source = call_grammar("glm45", [odd], "required", True).source
+    call = "<tool_call>NAME_INDEX_KEY\n<arg_key>KEY</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
+    assert accepts(source, call)
+    circle = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 40}}}
+    for schema in (
+        circle,
+        {"properties": []},
+        {"properties": {"a": 3}, "required": True},
+        {"$ref": "#"},
+        {"type": "string"},
+    ):
+        for tool in ("hermes", "glm45", "pythonic"):
+            assert call_grammar(tool, [Tool("f", schema)], "required", True).source
+            parse(make_parser(tool, None, tools=[Tool("f", schema)]), ["<tool_call>f\n<arg_key>a</arg_key>"])
+
+
 def test_special_tokens_are_named_by_their_ids() -> None:
     source = call_grammar("mistral", (NOW,), "required", True, special_tokens={"[TOOL_CALLS]": 9, "[ARGS]": 32}).source
     assert '<[9]> "now" <[32]>' in source and "[TOOL_CALLS]" not in source

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.front.fuzz_parsers import check, mutant
 from tests.front.outputs import SAMPLES, TOOLS, Sample, all_splits, parse
 from tokenspeed.runtime.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
-    CallArguments,
     CallBegin,
-    CallEnd,
     Content,
     FreeformInput,
-    Piece,
     make_parser,
 )
 
@@ -44,50 +41,10 @@ def test_random_chunks_give_the_same_pieces(sample: Sample, chance: random.Rando
     assert parse(sample.parser(), [sample.text[a:b] for a, b in itertools.pairwise(ends)]) == sample.pieces
 
 
-def mutants(chance: random.Random, text: str) -> str:
-    """`text` with some cuts, doublings, exchanges and foreign marks."""
-    marks = re.findall(r"<[^<>\s]*>|[\[\]{}\"'\\(),:\n]|[^\W\d]+", text) or ["x"]
-    for _ in range(chance.randrange(1, 5)):
-        a, b = sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
-        kind = chance.randrange(4)
-        if kind == 0:
-            text = text[:a] + text[min(b, a + 9) :]
-        elif kind == 1:
-            text = text[:b] + text[a:b] + text[b:]
-        elif kind == 2:
-            text = text[:a] + chance.choice(marks) + text[a:]
-        else:
-            text = text[:b]
-    return text[:3000]
-
-
 @settings(deadline=None, max_examples=400)
 @given(st.sampled_from(SAMPLES), st.randoms(use_true_random=False))
 def test_mutated_outputs_never_raise_and_never_depend_on_chunks(sample: Sample, chance: random.Random) -> None:
-    text = mutants(chance, sample.text)
-    whole = parse(sample.parser(), [text])
-    assert parse(sample.parser(), list(text)) == whole
-    a, b = sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
-    assert parse(sample.parser(), [text[:a], text[a:b], text[b:]]) == whole
-    check_order(whole)
-
-
-def check_order(pieces: tuple[Piece, ...]) -> None:
-    """Calls have the indices 0, 1, ..., do not overlap, and end."""
-    count, opened = 0, False
-    for piece in pieces:
-        match piece:
-            case CallBegin(index=index):
-                assert index == count and not opened
-                opened = True
-            case CallArguments(index=index):
-                assert index == count and opened
-            case CallEnd(index=index):
-                assert index == count and opened
-                count, opened = count + 1, False
-            case _:
-                assert not opened
-    assert not opened
+    check(sample, mutant(chance, sample.text), chance)
 
 
 KEPT = [sample for sample in SAMPLES if sample.tool not in ("gpt-oss", "openai") and sample.name != "mistral array"]

@@ -14,7 +14,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.front.outputs import TOOLS, parse
-from tokenspeed.runtime.parsers import CallArguments, CallBegin, Content, Reasoning, families, make_parser
+from tokenspeed.runtime.parsers import TOOL_PARSERS, CallArguments, CallBegin, Content, Reasoning, families, make_parser
+from tokenspeed.runtime.parsers.writing import calls_text, tools_text
 
 FOLDER = Path(__file__).parents[3] / "shared" / "chat_templates"
 REFUSED = {"kimi-k2-thinking"}  # changes a list, which transformers' sandbox forbids
@@ -135,3 +136,14 @@ def test_calls_of_a_real_template_are_read(path: Path) -> None:
     assert list(zip(names, arguments)) == calls
     said = "".join(piece.text for piece in pieces if isinstance(piece, Content | Reasoning))
     assert "moment" in said or tool == "mistral"
+
+
+@pytest.mark.parametrize("family", [*TOOL_PARSERS])
+def test_calls_that_we_write_are_read(family: str) -> None:
+    calls = ARGUMENTS[:1] if family in ("gpt-oss", "openai") else ARGUMENTS
+    pieces = parse(make_parser(family, None, tools=TOOLS), [calls_text(family, calls)])
+    names = [piece.name for piece in pieces if isinstance(piece, CallBegin)]
+    arguments = [json.loads(piece.text) for piece in pieces if isinstance(piece, CallArguments)]
+    assert list(zip(names, arguments)) == calls
+    assert not [piece for piece in pieces if isinstance(piece, Content)]
+    assert calls_text(family, [("function_name", {"parameter_name": "value"})]) in tools_text(family, [{"name": "f"}])

@@ -60,8 +60,9 @@ class Harmony:
         if mark != _BODY:
             return mark
         channel, to = _CHANNEL.search(header), _TO.search(header)
-        if self._calls and to and to[1] not in _ROLES:
-            return (yield from _call(reader, emitter, to[1].removeprefix("functions.")))
+        name = to[1].removeprefix("functions.") if to else ""
+        if self._calls and name and name not in _ROLES:
+            return (yield from _call(reader, emitter, name))
         thought = channel is not None and channel[1] == "analysis"
         return (yield from reader.until(_ALL, emitter.reasoning if thought else emitter.content))
 

@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from typing import Any
 
 STRING = frozenset({"string"})
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _REF_DEPTH = 8
+_PARTS = 200  # parts of a schema that are looked at for one parameter
 _LITERAL_LIMIT = 1 << 20  # characters that are read as a Python literal
 _NAMES = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 def property_types(schema: Any) -> dict[str, frozenset[str]]:
     """Parameter -> JSON types that an object schema allows it; STRING where it says nothing."""
-    properties = _resolve(schema, schema, _REF_DEPTH).get("properties")
+    properties = _resolve(schema, schema).get("properties")
     if not isinstance(properties, dict):
         return {}
     return {str(name): types(item, schema) or STRING for name, item in properties.items()}
 
 
-def types(schema: Any, root: Any, depth: int = _REF_DEPTH) -> frozenset[str]:
-    """The JSON types that a schema allows; none where it does not say. `root` is what its references point into."""
-    schema = _resolve(schema, root, depth)
-    if depth == 0 or not schema:
+def types(schema: Any, root: Any, seen: set[int] | None = None) -> frozenset[str]:
+    """The JSON types that a schema allows; none where it does not say.
+
+    `root` is what its references point into; `seen` are the parts that were looked at, which may point in a circle.
+    """
+    schema, seen = _resolve(schema, root), seen or set()
+    if not schema or id(schema) in seen or len(seen) == _PARTS:
         return frozenset()
+    seen.add(id(schema))
     found: set[str] = set()
     named = schema.get("type")
     found.update(name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
@@ -39,7 +45,7 @@ def types(schema: Any, root: Any, depth: int = _REF_DEPTH) -> frozenset[str]:
     if not found:
         for word in ("anyOf", "oneOf", "allOf"):
             for item in schema[word] if isinstance(schema.get(word), list) else []:
-                found |= types(item, root, depth - 1)
+                found |= types(item, root, seen)
     if not found:
         found.update(kind for kind, word in (("object", "properties"), ("array", "items")) if word in schema)
     if found and schema.get("nullable") is True:
@@ -47,17 +53,18 @@ def types(schema: Any, root: Any, depth: int = _REF_DEPTH) -> frozenset[str]:
     return frozenset(found)
 
 
-def _resolve(schema: Any, root: Any, depth: int) -> dict[str, Any]:
+def _resolve(schema: Any, root: Any) -> dict[str, Any]:
     """`schema` behind its local references, {} for what is none."""
-    while isinstance(schema, dict) and isinstance(path := schema.get("$ref"), str):
-        if depth == 0 or not path.startswith("#"):
+    for _ in range(_REF_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(path := schema.get("$ref"), str):
+            return schema if isinstance(schema, dict) else {}
+        if not path.startswith("#"):
             return {}
-        depth -= 1
         schema = root
         for part in path[1:].split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             schema = schema.get(part) if isinstance(schema, dict) else None
-    return schema if isinstance(schema, dict) else {}
+    return {}
 
 
 def to_json(text: str, allowed: frozenset[str]) -> str:
@@ -86,7 +93,9 @@ def python_value(text: str) -> Any:
     if len(text) > _LITERAL_LIMIT:
         return None
     try:
-        return _plain(ast.parse(text, mode="eval").body)
+        with warnings.catch_warnings():  # of escapes that Python will not take one day
+            warnings.simplefilter("ignore")
+            return _plain(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 
@@ -94,7 +103,9 @@ def python_value(text: str) -> Any:
 def _plain(node: ast.expr) -> Any:
     """The value of a literal of JSON's types. Raises ValueError for anything else."""
     match node:
-        case ast.Constant(value=value) if value is None or isinstance(value, str | bool | int | float):
+        case ast.Constant(value=str() as value):
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float):
             json.dumps(value, allow_nan=False)
             return value
         case ast.Name(id=name) if name in _NAMES:
