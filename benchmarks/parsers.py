@@ -1,6 +1,6 @@
 """Time of the output parsers, microseconds a token: plain content, a thought, and the arguments of a call.
 
-    python benchmarks/parsers.py [--json]
+python benchmarks/parsers.py [--json]
 """
 
 from __future__ import annotations
