@@ -2,7 +2,7 @@
 
     first_byte_p50_us   one request at a time: request written to first SSE byte read
     first_byte_p99_us   the same while N other streams get 20 tokens a second each
-    token_us            detokenise + SSE of one token of one stream, in the server's code alone
+    token_us            detokenise + parse for calls and reasoning + SSE of one token of one stream, in the server's code alone
 
 Server and client share the machine; the client is in the same process as the load generator.
 """
@@ -22,12 +22,16 @@ import uvicorn
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig, ServerConfig
 from tokenspeed.runtime.messages import Abort, Control, Deltas, Finish, Ready, Stats, Submit, TokenDelta
+from tokenspeed.runtime.parsers import Tool, make_parser
 from tokenspeed.runtime.request_stream import Choice, RequestStream
 from tokenspeed.runtime.sampling_params import SamplingParams
+from tokenspeed.runtime.server import run
 from tokenspeed.runtime.server.app import create_app
-from tokenspeed.runtime.server.chat import _Answer
+from tokenspeed.runtime.server.blocks import Blocks
+from tokenspeed.runtime.server.chat.answer import Answer
+from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.gate import Life
-from tokenspeed.runtime.server.protocol import ChatRequest
+from tokenspeed.runtime.server.served import Served
 from tokenspeed.runtime.transport import Inbox, Outbox
 
 TICK = 0.05  # seconds between tokens of a stream: 20 a second
@@ -118,7 +122,11 @@ async def token_cost(llm: AsyncLLM, tokens: int = 20_000) -> float:
     """Microseconds a token from the core's delta to the event's bytes."""
     stream = RequestStream([1], [Choice(0, SamplingParams(), llm.tokenizer)], lambda _: None)
     choice = stream.choices[0]
-    answer = _Answer(llm, "model", ChatRequest(messages=[]))
+    body = ChatRequest(messages=[{"role": "user", "content": "x"}])
+    parser = make_parser("hermes", "qwen3", tools=[Tool("shell")])
+    answer = Answer(
+        Served(llm, ServerConfig()), body, run.Run(body.turn(), stream, [run.Choice(0, parser, Blocks())], cut=False)
+    )
     deltas = [TokenDelta(1, [WORDS[i % len(WORDS)]]) for i in range(tokens)]
     deltas[-1].finish_reason = "length"
     start = time.perf_counter()
@@ -126,7 +134,7 @@ async def token_cost(llm: AsyncLLM, tokens: int = 20_000) -> float:
         out = choice.accept(delta)
         if out is not None:
             stream.put(out)
-    async for _ in answer.events(stream):
+    async for _ in answer.events():
         pass
     return (time.perf_counter() - start) / tokens * 1e6
 

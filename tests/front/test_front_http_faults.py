@@ -55,7 +55,8 @@ def check(answer: httpx.Response, status: int, param: str | None = None, code: s
         # vllm#16529, sglang#7670
         *[("logit_bias", v) for v in ({"191222": -100}, {"abc": 1}, {"1": 1e9}, {"-1": 1}, {"1": "x"}, [], {"²": 1})],
         *[("n", value) for value in (0, 1000, "2")],
-        *[("stop", value) for value in ("", ["a", ""], [1], 5)],
+        *[("stop", value) for value in ("", ["a", ""], [1], 5, ["a"] * 65, "a" * 1025)],
+        ("stop_token_ids", [1] * 1025),
         *[("seed", value) for value in (2**63, 2**70, 1.5)],
         *[("priority", value) for value in (2**31, -(2**40), 1.5)],
         *[("cache_salt", value) for value in ("a\ud800", 5)],

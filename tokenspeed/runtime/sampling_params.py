@@ -23,6 +23,9 @@ MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
 MAX_REPETITION = 100.0  # and its inverse the least: logits over a float32 that underflows are no numbers
 MAX_TIMEOUT = 1e7  # seconds
+MAX_STOPS = 64  # stop strings, and characters of one: each is looked for at every character of an output
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
 MAX_INTEGER = (1 << 63) - 1  # of every integer field: what the wire and the core can hold
 SEED_MASK = (1 << 64) - 1  # a seed is an int64; it travels as the same 64 bits, unsigned
 
@@ -125,6 +128,13 @@ class SamplingParams:
             raise RequestError("stop must be a string or a list of strings", param="stop")
         if any(not item for item in self.stops):
             raise RequestError("stop holds an empty string, which would end every output: leave it out", param="stop")
+        if len(self.stops) > MAX_STOPS or any(len(item) > MAX_STOP_CHARS for item in self.stops):
+            raise RequestError(
+                f"stop may hold {MAX_STOPS} strings of {MAX_STOP_CHARS} characters: send fewer, or shorter ones",
+                param="stop",
+            )
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids may hold {MAX_STOP_IDS} ids: send fewer", param="stop_token_ids")
         for item in self.stops:
             check_text("stop", item)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):

@@ -26,7 +26,7 @@ async def chat_completions(served: Served, body: ChatRequest, request: Request) 
     """The response. Raises EngineError before anything is sent."""
     served.check_model(body.model)
     run = await begin(served.llm, served.notation, body.turn())
-    answer = _Answer(served, body, run)
+    answer = Answer(served, body, run)
     close = served.track(request, answer.id, [run])
     if body.stream:
         return EventStream(answer.events(), close)
@@ -34,7 +34,7 @@ async def chat_completions(served: Served, body: ChatRequest, request: Request) 
     return CLIENT_GONE if done is None else json_response(answer.whole())
 
 
-class _Answer:
+class Answer:
     """The id and the options that all parts of one answer share."""
 
     def __init__(self, served: Served, body: ChatRequest, run: Run) -> None:
