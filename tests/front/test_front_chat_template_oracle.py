@@ -97,14 +97,6 @@ def test_prompts_equal_those_of_transformers(name: str) -> None:
         for tools in (None, TOOLS):
             for variables in VARIABLES:
                 wanted = oracle(source, messages, tools, **variables)
-                if wanted is None and name == "deepseek-r1-distill":  # it joins arguments to text
-                    texts = as_sent(messages)
-                    for message in texts:
-                        message["content"] = message["content"] or ""
-                        for call in message.get("tool_calls", ()):
-                            arguments = json.loads(call["function"]["arguments"])
-                            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-                    wanted = oracle(source, texts, tools, **variables)
                 assert wanted is not None
                 assert template.render(messages, tools=tools, **variables) == wanted
                 assert template.render(as_sent(messages), tools=tools, **variables) == wanted
@@ -254,9 +246,46 @@ def test_a_thought_and_a_text_beside_a_call_are_one_for_a_template_that_takes_on
     assert asked(template, USER, message).endswith(";thought\n\nsaid|;")
 
 
+ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+BARE = "{% for m in messages if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_tools_calls_and_results_are_text_where_the_template_does_not_write_them() -> None:
+    """So that no tool, call or result is dropped; a template that writes them is left to it."""
+    conversation = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "r", "tool_call_id": "abcdefghi"},
+    ]
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich <x>", "days": [1, null]}}\n</tool_call>'
+    for template, result in (
+        (ROLES, "<tool>r"),
+        (BARE, "<user><tool_response>\nr\n</tool_response>"),
+    ):
+        text = asked(template, *conversation, tools=TOOLS, tool_notation="hermes")
+        system, rest = text.split("<user>u")
+        assert rest == f"<assistant>a\n{call}\n{call}{result}<assistant>"
+        assert system.startswith("<system># Tools\n") and json.dumps(PARAMETERS, ensure_ascii=False) in system
+    told = asked(ROLES, {"role": "developer", "content": "s"}, USER, tools=TOOLS, tool_notation="hermes")
+    assert told.startswith("<system>s\n\n# Tools\n")
+    assert asked(ROLES, USER, tools=TOOLS) == asked(ROLES, USER, tool_notation="hermes")
+    broken = {**CALL, "function": {"name": "f", "arguments": "{"}}
+    assert '"arguments": {}' in asked(
+        ROLES, USER, {"role": "assistant", "tool_calls": [broken]}, tool_notation="hermes"
+    )
+    for name in TEMPLATES.keys() - {"smollm2", "deepseek-v3.1", "deepseek-r1-distill"} - SMALL.keys():
+        assert asked(TEMPLATES[name], *conversation, tools=TOOLS, tool_notation="hermes") == asked(
+            TEMPLATES[name], *conversation, tools=TOOLS
+        )
+
+
 def test_what_a_template_takes_is_found_by_what_it_draws() -> None:
     found = {name: ChatTemplate(source, SPECIALS).abilities for name, source in TEMPLATES.items()}
     assert {name for name, can in found.items() if can.short_ids} <= {"mistral-nemo"}
-    assert {name for name, can in found.items() if can.text_arguments} <= {"deepseek-r1-distill"}
+    assert not [name for name, can in found.items() if can.text_arguments]
+    untold = {"smollm2", "deepseek-v3.1", "deepseek-r1-distill"}
+    assert {name for name, can in found.items() if not can.tools and name not in SMALL} <= untold
+    assert {name for name, can in found.items() if not can.calls} <= {"smollm2"}
+    assert {name for name, can in found.items() if not can.results and name not in SMALL} == set()
     assert {name for name, can in found.items() if can.one_call} <= {"gpt-oss"} and not found["hermes"].one_call
-    assert ChatTemplate(PLAIN).abilities == Abilities()
+    assert ChatTemplate(PLAIN).abilities == Abilities(tools=False, calls=False)

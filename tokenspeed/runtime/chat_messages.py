@@ -9,20 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.runtime.errors import RequestError
+from tokenspeed.runtime.parsers.writing import calls_text, tools_text
 
 Message = dict[str, Any]
-Probe = Callable[[list[Message]], str | None]  # the text of a conversation, None where the template refuses it
+Probe = Callable[..., str | None]  # the text of a conversation (and tools), None where the template refuses it
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 INSTRUCTIONS = ("system", "developer")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of an assistant's past thoughts; the first is usual
 _MARK = "\u2055probe\u2055"
 _VALUE = "\u2055value\u2055"
+_NAME = "\u2055name\u2055"
 _SHORT_ID = 9  # letters of an id, as Mistral's templates demand
 _LONG_ID = "call_0123456789abcdef01234567"
 _AS_PART = re.compile(r"""["']text["']\s*:""")
@@ -39,6 +41,9 @@ class Abilities:
     text_arguments: bool = False  # wants the arguments of past calls as text
     short_ids: bool = False  # wants ids of calls of 9 letters
     one_call: bool = False  # shows only the first call of a message
+    tools: bool = True  # writes the tools
+    calls: bool = True  # writes past calls
+    results: bool = True  # writes results of calls
 
 
 def find_abilities(probe: Probe, *, names_developer: bool) -> Abilities:
@@ -68,6 +73,8 @@ def find_abilities(probe: Probe, *, names_developer: bool) -> Abilities:
         ),
         (False, False),
     )
+    result = probe(_with_content("tool", _MARK))
+    tool = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object"}}}
     two = probe(_calls(written if as_text else arguments, count=2))
     return Abilities(
         parts=frozenset(parts),
@@ -76,7 +83,10 @@ def find_abilities(probe: Probe, *, names_developer: bool) -> Abilities:
         late_instructions=all((text := probe(messages)) is None or _MARK in text for messages in late),
         text_arguments=as_text,
         short_ids=short,
-        one_call=two is not None and f"{_MARK}0" in two and f"{_MARK}1" not in two,
+        one_call=two is not None and f"{_NAME}0" in two and f"{_NAME}1" not in two,
+        tools=(text := probe([user], [tool])) is None or _MARK in text,
+        calls=two is None or f"{_NAME}0" in two,
+        results=result is None or _MARK in result,
     )
 
 
@@ -94,7 +104,7 @@ def _calls(arguments: Any, *, count: int = 1, call_id: str = "abcdefgh") -> list
     """A conversation with `count` past calls, of tools whose names end in a number, and their results."""
     ids = [f"{call_id}{i}" for i in range(count)]
     calls = [
-        {"id": id_, "type": "function", "function": {"name": f"{_MARK}{i}", "arguments": arguments}}
+        {"id": id_, "type": "function", "function": {"name": f"{_NAME}{i}", "arguments": arguments}}
         for i, id_ in enumerate(ids)
     ]
     results = [{"role": "tool", "content": "r", "tool_call_id": id_, "name": f"f{i}"} for i, id_ in enumerate(ids)]
@@ -238,13 +248,14 @@ def system_in_user(messages: Sequence[Message]) -> list[Message] | None:
     return [*rest[:at], folded, *rest[at + 1 :]]
 
 
-def _joined(contents: list[Any]) -> Any:
-    """Contents (texts, or lists of text parts) as one, with an empty line between them."""
-    texts = [
-        content if isinstance(content, str) else "\n".join(part["text"] for part in content) for content in contents
-    ]
-    text = "\n\n".join(texts)
+def _joined(contents: list[Any], between: str = "\n\n") -> Any:
+    """Contents (texts, or lists of text parts) as one of the first one's form."""
+    text = between.join(map(_flat, contents))
     return text if isinstance(contents[0], str) else [{"type": "text", "text": text}]
+
+
+def _flat(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def repaired(messages: Sequence[Message]) -> list[Message] | None:
@@ -277,6 +288,31 @@ def thoughts_whole(messages: Sequence[Message]) -> list[Message] | None:
             message = {**message, "thinking": both, "reasoning_content": both, "content": ""}
         out.append(message)
     return out if changed else None
+
+
+def written(
+    messages: Sequence[Message], can: Abilities, notation: str, tools: Sequence[Mapping[str, Any]]
+) -> list[Message]:
+    """What the template does not write of tools, past calls and results, as text in a tool parser's notation."""
+    out: list[Message] = []
+    for message in messages:
+        if not can.calls and (calls := message.get("tool_calls")):
+            functions = [call.get("function", {}) for call in calls if isinstance(call, dict)]
+            text = calls_text(notation, [(str(f.get("name", "")), f.get("arguments") or {}) for f in functions])
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            said = [message["content"]] if _flat(message["content"]) else []
+            message = bare | {"content": _joined([*said, text], "\n")}
+        elif not can.results and message["role"] == "tool":
+            text = f"<tool_response>\n{_flat(message['content'])}\n</tool_response>"
+            message = {"role": "user", "content": _joined([text])}
+        out.append(message)
+    if tools and not can.tools:
+        text = tools_text(notation, tools)
+        if out[0]["role"] in INSTRUCTIONS:
+            out[0] = out[0] | {"content": _joined([out[0]["content"], text])}
+        else:
+            out.insert(0, {"role": "system", "content": text})
+    return out
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:

@@ -29,6 +29,7 @@ from tokenspeed.runtime.chat_messages import (
     one_call_each,
     repaired,
     thoughts_whole,
+    written,
 )
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import RequestError, StartupError
@@ -116,13 +117,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        tool_notation: str | None = None,
         **variables: Any,
     ) -> str:
         """The prompt text.
 
         `continue_final_message` leaves the last message open, to be gone on with. `tools` are shown in the shape of
-        chat completions, `documents` to templates that read them. `variables` are the template's own
-        (chat_template_kwargs). Raises RequestError.
+        chat completions, `documents` to templates that read them. What a template does not write of tools, calls and
+        results is text in the notation of `tool_notation`, a tool parser, and left out without one. `variables` are
+        the template's own (chat_template_kwargs). Raises RequestError.
         """
         if tools and self._with_tools is not None:
             return self._with_tools.render(
@@ -131,6 +134,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 documents=documents,
+                tool_notation=tool_notation,
                 **variables,
             )
         if not isinstance(messages, list | tuple) or not all(isinstance(message, dict) for message in messages):
@@ -144,6 +148,8 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         shaped = [normalise(message, at, self.abilities) for at, message in enumerate(messages)]
+        if tool_notation:
+            shaped = written(shaped, self.abilities, tool_notation, tools or ())
         if self.abilities.one_call:
             shaped = one_call_each(shaped)
         given = {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": documents or None}
@@ -172,9 +178,9 @@ class ChatTemplate:
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         return self._template.render({**self._specials, **variables, "messages": messages})
 
-    def _probe(self, messages: list[Message]) -> str | None:
+    def _probe(self, messages: list[Message], tools: list[Any] | None = None) -> str | None:
         try:
-            return self._render(messages, {"add_generation_prompt": True, "tools": None, "documents": None})
+            return self._render(messages, {"add_generation_prompt": True, "tools": tools, "documents": None})
         except Exception:  # as above
             return None
 

@@ -115,7 +115,7 @@ async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:
             "this model's notation of tool calls is not known: start with --tool-call-parser, or leave tools out",
             param="tools",
         )
-    text, ids = await prompt(llm, turn)
+    text, ids = await prompt(llm, notation, turn)
     parsers = [
         make_parser(notation.tool, notation.reasoning, tools=tools, prompt=text, forced=turn.choice.forced)
         for _ in range(turn.params.n)
@@ -160,7 +160,7 @@ def _structure(llm: AsyncLLM, notation: Notation, turn: Turn, prompt: str) -> St
     return dataclasses.replace(turn.params.structure, after=answer_mark(notation.reasoning, prompt))
 
 
-async def prompt(llm: AsyncLLM, turn: Turn) -> tuple[str, list[int]]:
+async def prompt(llm: AsyncLLM, notation: Notation, turn: Turn) -> tuple[str, list[int]]:
     """The rendered prompt and its tokens; the template writes the special ones itself. Raises RequestError."""
-    text = llm.render_chat(turn.messages, **turn.template_variables())
+    text = llm.render_chat(turn.messages, **{**turn.template_variables(), "tool_notation": notation.tool})
     return text, await llm.encode(text, add_special_tokens=False)

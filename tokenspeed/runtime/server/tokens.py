@@ -50,7 +50,7 @@ async def tokenize(served: Served, body: TokenizeRequest) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=body.tools,
         )
-        _, ids = await prompt(llm, chat.turn())
+        _, ids = await prompt(llm, served.notation, chat.turn())
     else:
         ids = await llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": llm.max_len, "tokens": ids}

@@ -41,7 +41,7 @@ async def messages(served: Served, body: MessagesRequest, request: Request) -> R
 async def count_tokens(served: Served, body: CountRequest) -> Response:
     """How many tokens the prompt has. Raises EngineError."""
     served.check_model(body.model)
-    _, ids = await prompt(served.llm, body.turn())
+    _, ids = await prompt(served.llm, served.notation, body.turn())
     return json_response({"input_tokens": len(ids)})
 
 
