@@ -135,7 +135,8 @@ def tokenspeed(*arguments: object, cwd: Path | None = None, **environ: str) -> s
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, with the repository importable and lines that are not wrapped."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "500", **more}
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "500", **more}
 
 
 class Server:

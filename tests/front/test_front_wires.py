@@ -240,3 +240,26 @@ def test_a_fault_in_the_middle_ends_a_stream_in_the_wire_s_own_form(player: AppS
         assert found[-1].get("type") == ("error" if wire == MESSAGES else None)
     whole = player.post(wire, request(wire))
     assert whole.status_code == 500 and whole.json()["error"]["message"] == "the play is over"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_prompt_of_25_thousand_tokens(wire: str) -> None:
+    """As agents begin: a long guide and many tools, of which the next turn finds all but its own in the cache."""
+    with AppServer(scripted_core.run_player, ServerConfig(**NOTATION), max_model_len=32768) as server:
+        guide = "".join(f"Rule {i}: read the file before you change it.\n" for i in range(2000))
+        more = {CHAT: {}, MESSAGES: {"system": guide}, RESPONSES: {"instructions": guide}}[wire]
+        body = request(wire, guide if wire == CHAT else "Begin.", **more)
+        server.play(OUTPUTS["all"], times=2)
+        for cached in (0, 16):
+            folded = streamed(
+                server, wire, body | ({"stream_options": {"include_usage": True}} if wire == CHAT else {})
+            )
+            usage = folded["usage"]
+            if wire == CHAT:
+                counts = (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+            elif wire == RESPONSES:
+                counts = (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"])
+            else:
+                hit = usage["cache_read_input_tokens"]
+                counts = (usage["input_tokens"] + hit, hit)
+            assert counts[0] > 25_000 and counts[1] == cached
