@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,28 @@ def test_a_tool_may_have_any_name_and_a_schema_any_fault() -> None:
         for tool in ("hermes", "glm45", "pythonic"):
             assert call_grammar(tool, [Tool("f", schema)], "required", True).source
             parse(make_parser(tool, None, tools=[Tool("f", schema)]), ["<tool_call>f\n<arg_key>a</arg_key>"])
+
+
+def test_what_the_engine_cannot_check_is_left_out_of_a_tool_that_is_not_strict() -> None:
+    wild = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {
+            "mail": {"type": "string", "pattern": r"^(?!\.)\S+$", "format": "strange"},
+            "pattern": {"type": "array", "items": {"$ref": "https://example.com/x.json"}, "uniqueItems": True},
+        },
+        "required": ["mail"],
+    }
+    call = '<tool_call>\n{"name": "f", "arguments": {"mail": "a", "pattern": [1, 1]}}\n</tool_call>'
+    assert accepts(call_grammar("hermes", [Tool("f", wild)], "required", True).source, call)
+    strict = call_grammar("hermes", [Tool("f", wild, strict=True)], "required", True).source
+    text = llguidance.LLMatcher.grammar_from_lark(strict)
+    assert llguidance.LLMatcher(BYTES, text).is_error()
+    nested: Any = {"type": "object"}
+    for _ in range(2000):
+        nested = {"type": "object", "properties": {"a": nested}}
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
+    assert accepts(call_grammar("hermes", [Tool("f", nested)], "required", True).source, call)
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:

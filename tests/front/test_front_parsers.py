@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -123,3 +124,9 @@ def test_the_input_of_a_freeform_tool_in_every_chunking(arguments: str, text: st
     for chunks in ([arguments], *all_splits(arguments)):
         unwrapped = FreeformInput()
         assert "".join([*map(unwrapped.feed, chunks), unwrapped.finish()]) == text, chunks
+
+
+def test_the_page_of_parsers_names_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parsers.md").read_text("utf-8")
+    for name in (*TOOL_PARSERS, *REASONING_PARSERS):
+        assert f"`{name}`" in page

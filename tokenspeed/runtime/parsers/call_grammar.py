@@ -19,6 +19,8 @@ from tokenspeed.runtime.parsers.values import STRING, types
 from tokenspeed.runtime.parsers.writing import JsonCall, PythonCall, TaggedCall, filled, keyed, writing_of
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_DEPTH = 64
 _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -53,9 +55,11 @@ class Rules:
             return f"{self.add('/(?s:.*)/')} {self.text(end)}"
         return self.add("/(?s:.*)/", f"[suffix={_quoted(end)}]")
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """An expression of the JSON values of a schema."""
-        return self.add("%json " + json.dumps({**schema, "x-guidance": _SPACING}, ensure_ascii=False))
+    def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
+        """An expression of the JSON values of a schema. Without `strict` what the engine cannot check is left out."""
+        checked = schema if strict else _checkable(schema)
+        options = {**_SPACING, "lenient": not strict}
+        return self.add("%json " + json.dumps({**checked, "x-guidance": options}, ensure_ascii=False))
 
 
 def call_grammar(
@@ -130,7 +134,11 @@ def _call(rules: Rules, call: JsonCall | TaggedCall | PythonCall, tool: Tool) ->
         return _tagged_call(rules, call, tool)
     before, *index = [rules.text(filled(part, tool.name, "")) for part in call.head.split("INDEX")]
     numbered = [rules.add("/[0-9]{1,4}/"), *index] if index else []
-    return " ".join(part for part in (before, *numbered, rules.json(_schema(tool)), rules.text(call.tail)) if part)
+    return " ".join(
+        part
+        for part in (before, *numbered, rules.json(_schema(tool), strict=tool.strict), rules.text(call.tail))
+        if part
+    )
 
 
 def _tagged_call(rules: Rules, call: TaggedCall, tool: Tool) -> str:
@@ -142,7 +150,7 @@ def _tagged_call(rules: Rules, call: TaggedCall, tool: Tool) -> str:
         allowed = types(item, schema) or STRING
         choices = item.get("enum")
         if "string" not in allowed:
-            value = f"{rules.json({**root, **item})} {rules.text(call.value_end)}"
+            value = f"{rules.json({**root, **item}, strict=tool.strict)} {rules.text(call.value_end)}"
         elif isinstance(choices, list):
             value = f"({' | '.join(rules.text(_bare(choice)) for choice in choices)}) {rules.text(call.value_end)}"
         else:
@@ -157,7 +165,10 @@ def _python_call(rules: Rules, tool: Tool) -> str:
     schema = _schema(tool)
     root = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     needed, properties = _required(schema), _properties(schema)
-    words = {name: f"{rules.text(name + '=')} {rules.json({**root, **item})}" for name, item in properties.items()}
+    words = {
+        name: f"{rules.text(name + '=')} {rules.json({**root, **item}, strict=tool.strict)}"
+        for name, item in properties.items()
+    }
     first = ' ", " '.join(words[name] for name in words if name in needed)
     rest = " ".join(f'(", " {word})?' for name, word in words.items() if name not in needed)
     if not first and words:  # any one of them may be the first
@@ -167,6 +178,26 @@ def _python_call(rules: Rules, tool: Tool) -> str:
         ]
         first, rest = f"({' | '.join(chains)})?", ""
     return " ".join(part for part in (rules.text(f"{tool.name}("), first, rest, rules.text(")")) if part)
+
+
+def _checkable(schema: Any, depth: int = _DEPTH) -> Any:
+    """A schema without regular expressions that look around and references to elsewhere, and with less than DEPTH levels.
+
+    A tool that is not strict asks for no promise, and its own check of arguments remains.
+    """
+    if isinstance(schema, list):
+        return [_checkable(item, depth - 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if depth <= 0:
+        return {}
+    return {
+        name: item if name in ("enum", "const") else _checkable(item, depth - 1)
+        for name, item in schema.items()
+        if not (name == "pattern" and isinstance(item, str) and _LOOKS.search(item))
+        and not (name == "$ref" and isinstance(item, str) and not item.startswith("#"))
+        and not (name in ("$schema", "$id") and isinstance(item, str))
+    }
 
 
 def _bare(value: Any) -> str:

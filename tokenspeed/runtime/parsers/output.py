@@ -6,7 +6,7 @@ how it was cut into chunks. A grammar reads the text from a `Reader` and says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from tokenspeed.runtime.parsers.pieces import CallArguments, CallBegin, CallEnd, Content, Piece, Reasoning
@@ -147,7 +147,8 @@ class OutputParser:
         emitter: Emitter | None = None,
         special_tokens: frozenset[str] = frozenset(),
     ) -> None:
-        """Without a grammar all text is content. `special_tokens`: those that the grammar reads, by their text."""
+        """Without a grammar all text is content. `special_tokens`: those that the grammar reads, which the
+        detokenizer must keep in the text."""
         self.special_tokens = special_tokens
         self._reader = Reader()
         self._emitter = emitter or Emitter(trims_content=False)
@@ -155,13 +156,8 @@ class OutputParser:
         if self._steps:
             next(self._steps)
 
-    @property
-    def keep_special(self) -> bool:
-        """Whether the detokenizer must keep special tokens in the text (`special_tokens`), for the parser to eat."""
-        return bool(self.special_tokens)
-
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Piece]:
-        """The pieces that are certain after `text`. `token_ids`, the tokens behind it, may be left out."""
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain after `text`."""
         if self._steps is None:
             return [Content(text)] if text else []
         self._reader.add(text)

@@ -53,7 +53,7 @@ class Choice:
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-        news = self._add(self._parser.feed(delta.text, delta.token_ids) if delta.text else [])
+        news = self._add(self._parser.feed(delta.text) if delta.text else [])
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             settled = self.blocks.settled
