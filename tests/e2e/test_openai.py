@@ -180,7 +180,7 @@ def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence(client: OpenAI) -
     assert ignoring.usage.completion_tokens == 30 and ignoring.choices[0].finish_reason == "length"
 
 
-def test_a_banned_token_is_never_sampled_and_a_forced_one_always(client: OpenAI) -> None:  # sglang#3059, #6171
+def test_b23_a_banned_token_is_never_sampled_and_a_forced_one_always(client: OpenAI) -> None:  # sglang#3059, #6171
     def ids(**options: Any) -> list[int]:
         return complete(client, extra_body={"return_token_ids": True}, **options).choices[0].model_dump()["token_ids"]
 
@@ -256,13 +256,13 @@ def test_the_client_raises_its_own_errors(client: OpenAI) -> None:
         chat(client, temperature=1e9)
 
 
-def test_bytes_that_are_no_text_are_refused(server: Server, client: OpenAI) -> None:  # llama.cpp#6396
+def test_b09_bytes_that_are_no_text_are_refused(server: Server, client: OpenAI) -> None:  # llama.cpp#6396
     response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\xd6\xd0"}', timeout=60)
     assert response.status_code == 400 and response.json()["error"]["message"]
     assert complete(client).choices[0].text
 
 
-def test_the_longest_prompt_that_fits(client: OpenAI) -> None:  # vllm#16445
+def test_b33_the_longest_prompt_that_fits(client: OpenAI) -> None:  # vllm#16445
     ids = [100] * (CONTEXT - 1)
     done = complete(client, ids, max_tokens=1)
     assert done.usage.completion_tokens == 1 and done.choices[0].finish_reason == "length"
@@ -274,7 +274,7 @@ def test_the_longest_prompt_that_fits(client: OpenAI) -> None:  # vllm#16445
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_drains(tmp_path: Path) -> None:  # vllm#24885, #36666
+def test_b68_sigterm_drains(tmp_path: Path) -> None:  # vllm#24885, #36666
     """Streams in flight come to their end, new requests are refused, the process ends with 0 and leaves no child."""
     path = tiny_model(tmp_path, tokenizer=True, max_position_embeddings=8192)
     texts: list[str] = [""] * 3

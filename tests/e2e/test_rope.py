@@ -57,7 +57,7 @@ def _engine(path: Path, length: int = 0) -> Engine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_short_request_behind_a_long_one_is_as_if_alone(tmp_path: Path, kind: str) -> None:  # jquesnelle/yarn#27
+def test_b88_a_short_request_behind_a_long_one_is_as_if_alone(tmp_path: Path, kind: str) -> None:  # jquesnelle/yarn#27
     path = write_tiny(tmp_path, "llama", rope_parameters=parameters(kind))
     short, long = [7, 300, 4, 9], [(11 * i) % 1003 for i in range(200)]
     with _engine(path) as engine:
@@ -68,7 +68,7 @@ def test_a_short_request_behind_a_long_one_is_as_if_alone(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize(("length", "prompt"), [(64, 30), (64, 50), (512, 70), (512, 300)])
-def test_longrope_is_fixed_by_the_engine_s_length(tmp_path: Path, length: int, prompt: int) -> None:  # vllm#27431
+def test_b86_longrope_is_fixed_by_the_engine_s_length(tmp_path: Path, length: int, prompt: int) -> None:  # vllm#27431
     """The divisors are those that transformers picks for requests that stay within the original context, or start beyond it."""
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +80,7 @@ def test_longrope_is_fixed_by_the_engine_s_length(tmp_path: Path, length: int, p
     assert disagreements(reference, [ids], out) == (0, 0)
 
 
-def test_a_request_that_crosses_the_original_context_keeps_its_divisors(tmp_path: Path) -> None:  # vllm#27414
+def test_b86_a_request_that_crosses_the_original_context_keeps_its_divisors(tmp_path: Path) -> None:  # vllm#27414
     path = write_tiny(tmp_path, "llama", rope_parameters=parameters("longrope"))
     ids = [(13 * i + 5) % 1003 for i in range(60)]
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)

@@ -82,7 +82,9 @@ def alone(plain: Engine) -> dict[str, list[int]]:
     return {name: ids(plain, PROMPTS[at % len(PROMPTS)], params) for at, (name, params) in enumerate(KINDS.items())}
 
 
-def test_every_kind_in_one_batch_gives_what_it_gives_alone(engine: Engine, alone: dict[str, list[int]]) -> None:
+def test_b20_b25_b26_every_kind_in_one_batch_gives_what_it_gives_alone(
+    engine: Engine, alone: dict[str, list[int]]
+) -> None:
     """In either order, beside all others (vllm#5639, #22180, #27878)."""
     work = [(name, PROMPTS[at % len(PROMPTS)], params) for at, (name, params) in enumerate(KINDS.items())]
     for order in (work, work[::-1]):
@@ -104,7 +106,7 @@ def test_the_kinds_differ(alone: dict[str, list[int]], plain: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-6])
-def test_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) -> None:  # vllm#2937
+def test_b21_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) -> None:  # vllm#2937
     for prompt in PROMPTS:
         assert ids(engine, prompt, sampled(3, temperature=temperature)) == ids(engine, prompt)
         assert ids(engine, prompt, sampled(3, temperature=temperature, top_p=0.9)) == ids(engine, prompt)
@@ -116,7 +118,7 @@ def test_the_narrowest_filter_is_greedy(engine: Engine, narrow: dict[str, Any]) 
         assert ids(engine, prompt, sampled(seed, **narrow)) == ids(engine, prompt)
 
 
-def test_a_greedy_row_beside_masked_and_random_rows(engine: Engine, plain: Engine) -> None:  # vllm#22180
+def test_b20_a_greedy_row_beside_masked_and_random_rows(engine: Engine, plain: Engine) -> None:  # vllm#22180
     masked = sampled(1, allowed_token_ids=[65, 66])
     hot = sampled(2, temperature=50.0)
     outputs = engine.generate(
@@ -127,7 +129,7 @@ def test_a_greedy_row_beside_masked_and_random_rows(engine: Engine, plain: Engin
     assert all(0 <= token < 301 for token in outputs[2].token_ids)
 
 
-def test_the_padding_of_the_vocabulary_is_never_sampled(engine: Engine) -> None:  # mlx-vlm#1917
+def test_b28_the_padding_of_the_vocabulary_is_never_sampled(engine: Engine) -> None:  # mlx-vlm#1917
     """301 rows of the head are padded to 320; at this temperature each of them would come up."""
     out = engine.generate(input_ids=[5], sampling_params=sampled(1, temperature=100.0, n=16, max_tokens=60))
     flat = [token for choice in out.choices for token in choice.token_ids]
@@ -139,13 +141,13 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(engine: Engine) -> None:
 # ---- penalties -------------------------------------------------------------------------------------------------------
 
 
-def test_a_repetition_penalty_looks_at_prompt_and_output(engine: Engine) -> None:  # vllm-metal#69
+def test_b24_a_repetition_penalty_looks_at_prompt_and_output(engine: Engine) -> None:  # vllm-metal#69
     found = ids(engine, PROMPTS[2], replace(GREEDY, repetition_penalty=100.0))
     assert len(set(found)) == OUT and not set(found) & set(PROMPTS[2])
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_presence_and_frequency_look_at_the_output_alone(engine: Engine, penalty: str) -> None:  # vllm-metal#69
+def test_b24_presence_and_frequency_look_at_the_output_alone(engine: Engine, penalty: str) -> None:  # vllm-metal#69
     first = ids(engine, PROMPTS[0])[0]
     prompt = [first] * 3 + PROMPTS[0]
     bare = ids(engine, prompt)
@@ -180,7 +182,7 @@ def test_chunks_of_a_prompt_sample_nothing_that_counts(model: Path, penalty: dic
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_ignore_eos_outlasts_a_list_of_ends(model: Path, plain: Engine, tmp_path: Path) -> None:  # vllm#4589
+def test_b16_ignore_eos_outlasts_a_list_of_ends(model: Path, plain: Engine, tmp_path: Path) -> None:  # vllm#4589
     free = ids(plain, PROMPTS[0])
     ends = sorted({free[4], free[9], 257})
     for file in model.iterdir():
@@ -205,7 +207,7 @@ def test_a_stop_token_id_ends_and_is_named(engine: Engine) -> None:
 # ---- the prefix cache ------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_hit_changes_no_token(engine: Engine, plain: Engine) -> None:  # vllm#7845
+def test_b93_a_prefix_hit_changes_no_token(engine: Engine, plain: Engine) -> None:  # vllm#7845
     prompt = [token % 251 for token in range(7, 107)]
     expected = ids(plain, prompt)
     outputs = [engine.generate(input_ids=prompt, sampling_params=GREEDY) for _ in range(3)]
@@ -214,14 +216,14 @@ def test_a_prefix_hit_changes_no_token(engine: Engine, plain: Engine) -> None:  
 
 
 @pytest.mark.parametrize("pages", [1, 2, 4])
-def test_a_prompt_of_whole_pages_sent_twice(engine: Engine, plain: Engine, pages: int) -> None:  # nano-vllm#144
+def test_b71_a_prompt_of_whole_pages_sent_twice(engine: Engine, plain: Engine, pages: int) -> None:  # nano-vllm#144
     prompt = [(37 * pages + 11 * token) % 251 for token in range(pages * PAGE)]
     first, second = (engine.generate(input_ids=prompt, sampling_params=GREEDY) for _ in range(2))
     assert first.token_ids == second.token_ids == ids(plain, prompt)
     assert pages * PAGE - PAGE <= second.usage.cached_tokens < pages * PAGE
 
 
-def test_one_prompt_several_times_in_a_batch(engine: Engine, plain: Engine) -> None:  # MinivLLM#98
+def test_b79_one_prompt_several_times_in_a_batch(engine: Engine, plain: Engine) -> None:  # MinivLLM#98
     prompt = [(91 + 13 * token) % 251 for token in range(70)]
     outputs = engine.generate(input_ids=[prompt] * 4, sampling_params=GREEDY)
     assert [o.token_ids for o in outputs] == [ids(plain, prompt)] * 4
@@ -241,7 +243,7 @@ def test_a_longer_turn_finds_the_shorter_one(engine: Engine, plain: Engine) -> N
 
 
 @pytest.mark.parametrize("kind", ["sampled", "presence", "bias"])
-def test_five_choices_on_a_pool_for_two(model: Path, plain: Engine, kind: str) -> None:  # vllm#8844
+def test_b29_five_choices_on_a_pool_for_two(model: Path, plain: Engine, kind: str) -> None:  # vllm#8844
     params = replace(KINDS[kind], n=5, max_tokens=60, seed=40)
     expected = [ids(plain, PROMPTS[2], replace(params, n=1, seed=40 + i)) for i in range(5)]
     with start(model, num_pages=9, max_num_seqs=8) as engine:

@@ -114,7 +114,7 @@ async def test_tokens_of_the_same_delta_after_a_stop_string_are_dropped() -> Non
 
 
 @pytest.mark.parametrize("target", [scripted_core.run_core, scripted_core.run_core_bursts])
-async def test_held_text_keeps_its_logprobs_and_tokens(target: Any) -> None:  # vllm#31135
+async def test_b14_held_text_keeps_its_logprobs_and_tokens(target: Any) -> None:  # vllm#31135
     llm = make(target)
     await llm.start()
     stream = await llm.submit("a b c d e f", SamplingParams(max_tokens=6, stop=" b c X", logprobs=0))
@@ -146,7 +146,7 @@ async def test_a_stop_token_id_is_the_reason(llm: AsyncLLM) -> None:
     assert output.text == "one two"
 
 
-async def test_control_tokens_do_not_show(llm: AsyncLLM) -> None:  # TensorRT-LLM#10651
+async def test_b18_control_tokens_do_not_show(llm: AsyncLLM) -> None:  # TensorRT-LLM#10651
     prompt = "x<|im_start|><file_sep>y<|im_end|>"
     assert (await (await llm.submit(prompt)).collect()).text == "xy"
     shown = SamplingParams(skip_special_tokens=False)
@@ -158,7 +158,7 @@ async def test_no_detokenizing_gives_ids_alone(llm: AsyncLLM) -> None:
     assert output.text == "" and len(output.token_ids) == 3
 
 
-async def test_max_tokens_zero_reaches_no_core(llm: AsyncLLM) -> None:  # vllm#6521
+async def test_b12_max_tokens_zero_reaches_no_core(llm: AsyncLLM) -> None:  # vllm#6521
     output = await (await llm.submit(PROMPT, SamplingParams(max_tokens=0, n=2))).collect()
     assert [choice.finish_reason for choice in output.choices] == ["length", "length"]
     assert output.usage.completion_tokens == 0 and (await stats(llm))["submits"] == 0
@@ -178,7 +178,7 @@ async def test_a_wrong_prompt_is_refused_and_nothing_is_submitted(llm: AsyncLLM,
     assert (await stats(llm))["submits"] == 0
 
 
-async def test_a_long_prompt_is_refused_and_the_next_is_served(llm: AsyncLLM) -> None:  # vllm#12600
+async def test_b35_a_long_prompt_is_refused_and_the_next_is_served(llm: AsyncLLM) -> None:  # vllm#12600
     with pytest.raises(RequestError, match="holds 512 tokens, but the prompt has 1536") as caught:
         await llm.submit([5] * 1536)
     assert caught.value.code == "context_length_exceeded"
@@ -204,7 +204,7 @@ async def test_a_long_text_is_tokenized_alike(llm: AsyncLLM) -> None:
 # ---- aborts --------------------------------------------------------------------------------------------------------
 
 
-async def test_closing_aborts_what_runs_and_only_that(llm: AsyncLLM) -> None:  # sglang#36333, ROCm/ATOM#1589
+async def test_b66_b67_closing_aborts_what_runs_and_only_that(llm: AsyncLLM) -> None:  # sglang#36333, ROCm/ATOM#1589
     stream = await llm.submit([scripted_core.STALL], SamplingParams(n=2))
     stream.close()
     stream.close()
@@ -238,6 +238,24 @@ async def test_abort_all_ends_each_choice_once(llm: AsyncLLM) -> None:
     assert (await stats(llm))["aborts"] == 6
 
 
+async def test_b70_an_abort_in_any_state_counts_once(llm: AsyncLLM) -> None:  # vllm#18485, #25067
+    held = await llm.submit([scripted_core.STALL])
+    running = await llm.submit([scripted_core.SLOW, 5], SamplingParams(max_tokens=400))
+    await anext(running)
+    done = await llm.submit(PROMPT, SamplingParams(max_tokens=2))
+    ended = [delta async for delta in done]
+    for stream in (held, running, done):
+        stream.abort()
+        stream.abort()
+    for stream in (held, running):
+        assert [delta.finish_reason async for delta in stream if delta.finish_reason] == ["abort"]
+    assert [delta async for delta in done] == [] and ended[-1].finish_reason == "length"
+    for stream in (held, running, done):
+        stream.close()
+        stream.abort()
+    assert (await stats(llm))["aborts"] == 2 and llm.in_flight == 0
+
+
 async def test_text_held_at_an_abort_is_given(llm: AsyncLLM) -> None:
     stream = await llm.submit([scripted_core.SLOW, *[5] * 9], SamplingParams(max_tokens=400, stop="\x00never"))
     text = (await anext(stream)).text
@@ -262,7 +280,7 @@ async def test_an_unknown_call_is_an_error_with_the_core_s_words(llm: AsyncLLM) 
 # ---- bounds --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_queue_refuses_at_once_and_takes_again_later() -> None:  # vllm#2901
+async def test_b64_a_full_queue_refuses_at_once_and_takes_again_later() -> None:  # vllm#2901
     llm = make(max_num_seqs=2, max_queued_requests=3)
     await llm.start()
     streams = [await llm.submit([scripted_core.STALL]) for _ in range(5)]

@@ -79,7 +79,7 @@ def test_held_text_is_always_the_beginning_of_a_stop_string(tokens: list[int], s
 
 @given(TOKENS, STOPS)
 @settings(max_examples=300, deadline=None)
-def test_a_token_comes_with_the_text_that_completes_it(tokens: list[int], stops: list[str]) -> None:  # vllm#31135
+def test_b14_a_token_comes_with_the_text_that_completes_it(tokens: list[int], stops: list[str]) -> None:  # vllm#31135
     taken, _, _ = run(tokens, stops)
     texts = pieces_of(tokens)
     sent = released = 0
@@ -124,17 +124,17 @@ def stream(texts: list[str], stop: list[str], **options: object) -> list[str]:
     return [*out, detokenizer.finish()[0]]
 
 
-def test_a_stop_prefix_is_not_sent() -> None:  # vllm#3574
+def test_b01_a_stop_prefix_is_not_sent() -> None:  # vllm#3574
     assert stream(["abc", "DEF", "G", "HI", "J", "k"], ["DEFGHIJ"]) == ["abc", "", "", "", ""]
     assert stream(["abc", "DEF", "G", "HX"], ["DEFGHIJ"]) == ["abc", "", "", "DEFGHX", ""]
 
 
-def test_a_stop_string_need_not_align_with_tokens() -> None:  # vllm#3672
+def test_b02_a_stop_string_need_not_align_with_tokens() -> None:  # vllm#3672
     assert "".join(stream(["ab", " cd"], ["b c"])) == "a"
     assert "".join(stream(["ab", " cd"], ["b c"], include_stop=True)) == "ab c"
 
 
-def test_a_special_stop_token_takes_no_text_with_it() -> None:  # vllm#3672
+def test_b02_a_special_stop_token_takes_no_text_with_it() -> None:  # vllm#3672
     detokenizer = Detokenizer([b"one", b" two", b"<end>"], frozenset({2}), ["zzz"])
     for token in (0, 1):
         detokenizer.push(token)
@@ -142,12 +142,12 @@ def test_a_special_stop_token_takes_no_text_with_it() -> None:  # vllm#3672
     assert detokenizer.finish() == ("one two", 3)
 
 
-def test_an_end_mark_over_two_tokens_is_hidden_whole() -> None:  # TGI#1254
+def test_b03_an_end_mark_over_two_tokens_is_hidden_whole() -> None:  # TGI#1254
     assert stream(["hi", "<|im_", "end|>"], ["<|im_end|>"]) == ["hi", "", ""]
 
 
 @pytest.mark.parametrize("tail", [["<|im_end|>"], ["|im_end|>"], ["|im_", "end|>"]])
-def test_no_fragment_of_a_held_stop_leaks(tail: list[str]) -> None:  # SharpAI/SwiftLM#126
+def test_b04_no_fragment_of_a_held_stop_leaks(tail: list[str]) -> None:  # SharpAI/SwiftLM#126
     head = "a " if tail[0].startswith("<") else "a <"
     assert "".join(stream([head, *tail], ["<|im_end|>"])) == "a "
 
@@ -156,7 +156,7 @@ def test_text_held_for_a_stop_that_does_not_come_is_text() -> None:
     assert stream(["a <", "|im"], ["<|im_end|>"]) == ["a ", "", "<|im"]
 
 
-def test_a_character_over_two_tokens_comes_whole() -> None:  # exo#1691, ferrox#124
+def test_b05_a_character_over_two_tokens_comes_whole() -> None:  # exo#1691, ferrox#124
     emoji = "😀".encode()
     detokenizer = Detokenizer([emoji[:2], emoji[2:]])
     detokenizer.push(0)
@@ -165,7 +165,7 @@ def test_a_character_over_two_tokens_comes_whole() -> None:  # exo#1691, ferrox#
     assert detokenizer.take() == ("😀", 2)
 
 
-def test_invalid_bytes_do_not_stall_the_stream() -> None:  # mattn/tensai#110
+def test_b06_invalid_bytes_do_not_stall_the_stream() -> None:  # mattn/tensai#110
     detokenizer = Detokenizer([b"\xff", b"\xfe", b"A"])
     texts = []
     for token in (0, 1, 2):
@@ -174,7 +174,7 @@ def test_invalid_bytes_do_not_stall_the_stream() -> None:  # mattn/tensai#110
     assert texts == ["\ufffd", "\ufffd", "A"]
 
 
-def test_an_end_within_a_character_is_replaced() -> None:  # llama.cpp#14937
+def test_b07_an_end_within_a_character_is_replaced() -> None:  # llama.cpp#14937
     detokenizer = Detokenizer([b"a", "😀".encode()[:3]])
     for token in (0, 1):
         detokenizer.push(token)
@@ -182,7 +182,7 @@ def test_an_end_within_a_character_is_replaced() -> None:  # llama.cpp#14937
     assert detokenizer.finish() == ("\ufffd", 1)
 
 
-def test_two_tokens_in_one_update_give_their_text_once() -> None:  # TensorRT-LLM#3280
+def test_b17_two_tokens_in_one_update_give_their_text_once() -> None:  # TensorRT-LLM#3280
     detokenizer = Detokenizer([b"one", b" two", b" three"])
     detokenizer.push(0)
     assert detokenizer.take()[0] == "one"

@@ -43,7 +43,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("extra", [{"max_tokens": 8}, {"stop": " helpful"}, {"max_tokens": 8, "stop": [" AI as"]}])
-def test_a_chat_stream_equals_the_whole(client: openai.OpenAI, n: int, extra: dict[str, Any]) -> None:
+def test_b94_a_chat_stream_equals_the_whole(client: openai.OpenAI, n: int, extra: dict[str, Any]) -> None:
     request: Any = {"model": "smollm2", "messages": MESSAGES, "n": n, "seed": 1, **extra}
     whole = client.chat.completions.create(**request)
     chunks = list(client.chat.completions.create(**request, stream=True))
@@ -58,7 +58,7 @@ def test_a_chat_stream_equals_the_whole(client: openai.OpenAI, n: int, extra: di
         assert reasons == [None] * (len(mine) - 1) + [choice.finish_reason]  # vllm#27572
 
 
-def test_usage_in_a_stream(server: AppServer) -> None:  # sglang#954, #3743, #4707
+def test_b59_b60_usage_in_a_stream(server: AppServer) -> None:  # sglang#954, #3743, #4707
     body = {"messages": [{"role": "user", "content": "usage please"}], "max_tokens": 3}
     whole = [server.post(CHAT, body).json()["usage"] for _ in range(2)]
     events = server.events(CHAT, {**body, "stream_options": {"include_usage": True}})
@@ -72,7 +72,7 @@ def test_usage_in_a_stream(server: AppServer) -> None:  # sglang#954, #3743, #47
     assert [event["usage"]["completion_tokens"] for event in events][-2:] == [3, 3]
 
 
-def test_chat_logprobs(client: openai.OpenAI, server: AppServer) -> None:
+def test_b13_chat_logprobs(client: openai.OpenAI, server: AppServer) -> None:
     request: Any = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 5, "logprobs": True}
     for top in (None, 0, 2):  # vllm#4795
         more = {} if top is None else {"top_logprobs": top}
@@ -98,7 +98,7 @@ def test_token_ids_on_demand(server: AppServer) -> None:
     assert "token_ids" not in server.post(TEXT, {**body, "return_token_ids": None}).json()["choices"][0]
 
 
-def test_the_token_limit_defaults_to_the_rest_of_the_context(server: AppServer) -> None:  # vllm#6707
+def test_b36_the_token_limit_defaults_to_the_rest_of_the_context(server: AppServer) -> None:  # vllm#6707
     chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
     for body in (chat, {**chat, "max_tokens": None}):
         usage = server.post(CHAT, body).json()["usage"]
@@ -148,7 +148,9 @@ ECHO = {"prompt": "\n1. Carol has 20 é😀", "echo": True, "logprobs": 1, "max_
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 @pytest.mark.parametrize("prompt", [ECHO["prompt"], [198, 33, 30], [198]])
-def test_echo_with_logprobs(server: AppServer, prompt: Any, max_tokens: int) -> None:  # vllm#5334, #2703, #6521
+def test_b10_b11_b12_echo_with_logprobs(
+    server: AppServer, prompt: Any, max_tokens: int
+) -> None:  # vllm#5334, #2703, #6521
     body = {**ECHO, "prompt": prompt, "max_tokens": max_tokens}
     answer = server.post(TEXT, body).raise_for_status().json()
     (choice,) = answer["choices"]

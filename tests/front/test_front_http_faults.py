@@ -70,7 +70,7 @@ def check(answer: httpx.Response, status: int, param: str | None = None, code: s
         *[("model", value) for value in (7, "\ud800")],
     ],
 )
-def test_a_wrong_field_is_named(server: AppServer, path: str, name: str, value: Any) -> None:  # vllm#53357
+def test_b19_b22_b31_a_wrong_field_is_named(server: AppServer, path: str, name: str, value: Any) -> None:  # vllm#53357
     body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
     content = json.dumps({**body, name: value})
     answer = httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"})
@@ -162,7 +162,7 @@ def test_more_prompts_than_are_ever_taken_are_wrong(server: AppServer) -> None:
     assert "5000 prompts" in message and " 2304 " in message
 
 
-def test_errors_echo_nothing(server: AppServer) -> None:  # llama.cpp#9195, #9210
+def test_b08_errors_echo_nothing(server: AppServer) -> None:  # llama.cpp#9195, #9210
     mark = "SECRET\u00ff\u2028"
     wrong: list[dict[str, Any]] = [
         {"prompt": [mark]},
@@ -191,7 +191,7 @@ def test_errors_echo_nothing(server: AppServer) -> None:  # llama.cpp#9195, #921
 
 
 @pytest.mark.parametrize(("path", "key"), [(CHAT, "messages"), (TEXT, "prompt")])
-def test_a_prompt_beyond_the_context(server: AppServer, path: str, key: str) -> None:  # vllm#12600, #36789
+def test_b32_b35_a_prompt_beyond_the_context(server: AppServer, path: str, key: str) -> None:  # vllm#12600, #36789
     text = "word " * 3 * scripted_core.MAX_LEN
     value: Any = [{"role": "user", "content": text}] if key == "messages" else text
     for more in ({}, {"max_tokens": None}, {"max_tokens": 5}, {"stream": True}):
@@ -199,7 +199,7 @@ def test_a_prompt_beyond_the_context(server: AppServer, path: str, key: str) -> 
         assert " 512 " in message and " 15" in message and "-" not in message
 
 
-def test_a_prompt_of_the_whole_context(server: AppServer) -> None:  # vllm#16445, lm-eval#2880
+def test_b33_b34_a_prompt_of_the_whole_context(server: AppServer) -> None:  # vllm#16445, lm-eval#2880
     prompt = [5, 6] * (scripted_core.MAX_LEN // 2)
     for limit in (1, None):
         message = check(server.post(TEXT, {"prompt": prompt, "max_tokens": limit}), 400, code="context_length_exceeded")
@@ -229,6 +229,11 @@ def test_a_field_that_does_not_work_is_refused_unless_it_asks_for_nothing(server
     check(server.post(CHAT, {**body, name: [{"some": "thing"}]}), 400, name, "unsupported_parameter")
     for nothing in (None, *protocol.REFUSED[name]):
         assert server.post(CHAT, {**body, name: nothing}).status_code == 200
+
+
+@pytest.mark.parametrize("value", [0, 1, 20, 21, -1, scripted_core.VOCAB])
+def test_b30_log_probabilities_of_a_prompt_are_asked_for_by_echo(server: AppServer, value: int) -> None:  # vllm#41031
+    check(server.post(TEXT, {"prompt": "x", "prompt_logprobs": value}), 400, "prompt_logprobs", "unsupported_parameter")
 
 
 def test_echo_is_no_field_of_chat(server: AppServer) -> None:
@@ -276,7 +281,7 @@ def test_a_long_body_is_refused_before_it_is_read() -> None:
         assert server.post(TEXT, {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_a_full_queue_is_a_429_with_retry_after() -> None:  # vllm#2901, #18826
+def test_b64_a_full_queue_is_a_429_with_retry_after() -> None:  # vllm#2901, #18826
     with AppServer(max_num_seqs=1, max_queued_requests=1) as server:
         streams = [open_stream(server) for _ in range(2)]
         wait(lambda: server.core_stats()["running"] == 2)
@@ -371,7 +376,7 @@ def test_a_client_that_leaves_in_the_middle(server: AppServer) -> None:
     assert server.core_stats()["aborts"] == before + 1
 
 
-def test_normal_ends_abort_nothing(server: AppServer) -> None:  # ROCm/ATOM#1589
+def test_b67_normal_ends_abort_nothing(server: AppServer) -> None:  # ROCm/ATOM#1589
     before = server.core_stats()["aborts"]
     with httpx.Client() as client:
         for stream in (True, False):

@@ -86,7 +86,7 @@ SESSION: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_b62_b63_a_session_of_codex(player: AppServer) -> None:
+def test_b61_b62_b63_a_session_of_codex(player: AppServer) -> None:
     player.play(f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}\n{PATCHING}")
     response = player.post(RESPONSES, SESSION, headers={"originator": "codex_cli_rs", "session_id": "0199"})
     found = events(response)

@@ -84,14 +84,14 @@ def test_min_tokens_above_max_tokens() -> None:
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-def test_stop_strings_need_text() -> None:  # vllm#57058
+def test_b15_stop_strings_need_text() -> None:  # vllm#57058
     with pytest.raises(RequestError, match="use stop_token_ids") as caught:
         SamplingParams(stop="x", detokenize=False)
     assert caught.value.param == "stop"
 
 
 @pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids", "allowed_token_ids"])
-def test_token_ids_must_be_in_the_vocabulary(name: str) -> None:  # vllm#16529
+def test_b22_b27_token_ids_must_be_in_the_vocabulary(name: str) -> None:  # vllm#16529
     value: Any = {100: 1.0} if name == "logit_bias" else [100]
     with pytest.raises(RequestError, match=r"ids are 0\.\.99") as caught:
         SamplingParams(**{name: value}).resolve(1, 8, [], 100)
@@ -99,13 +99,13 @@ def test_token_ids_must_be_in_the_vocabulary(name: str) -> None:  # vllm#16529
     SamplingParams(**{name: value}).resolve(1, 8, [], 101)
 
 
-def test_ignore_eos_drops_every_end_of_sequence_id_and_no_other() -> None:  # vllm#4589
+def test_b16_ignore_eos_drops_every_end_of_sequence_id_and_no_other() -> None:  # vllm#4589
     params = SamplingParams(ignore_eos=True, stop_token_ids=[7])
     assert params.resolve(1, 8, [2, 3, 4], 9).stop_token_ids == [7]
     assert SamplingParams(stop_token_ids=[7]).resolve(1, 8, [2, 3, 4], 9).stop_token_ids == [2, 3, 4, 7]
 
 
-def test_max_tokens_absent_is_the_rest_of_the_context() -> None:  # vllm#6707
+def test_b36_max_tokens_absent_is_the_rest_of_the_context() -> None:  # vllm#6707
     assert SamplingParams().resolve(30, 100, [], 9).max_tokens == 70
 
 
@@ -128,5 +128,5 @@ def test_what_does_not_fit_names_the_numbers(prompt: int, max_tokens: int | None
         assert f" {number}" in caught.value.message
 
 
-def test_scoring_a_prompt_of_the_whole_context_is_allowed() -> None:  # vllm#16445
+def test_b33_scoring_a_prompt_of_the_whole_context_is_allowed() -> None:  # vllm#16445
     assert SamplingParams(max_tokens=0).resolve(100, 100, [], 9).max_tokens == 0

@@ -71,7 +71,7 @@ def test_an_idle_server_ends_at_once(number: int) -> None:
         assert server.end()[0] == 0
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:  # vllm#24885, #36666
+def test_b68_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:  # vllm#24885, #36666
     with ServerProcess().wait_ready() as server:
         streams = Streams(server, 4, {"prompt": [scripted_core.SLOW, 5, 6], "max_tokens": 60})
         server.signal()

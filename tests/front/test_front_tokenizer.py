@@ -63,7 +63,7 @@ def test_every_text_comes_back(text: str) -> None:
     assert "".join(tokenizer.pieces(ids)) == text
 
 
-def test_each_special_token_is_one_id(smollm2: Tokenizer) -> None:  # sglang#3427
+def test_b91_each_special_token_is_one_id(smollm2: Tokenizer) -> None:  # sglang#3427
     metadata = read_metadata(find_embedded_model())
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     control = [token for token, kind in enumerate(types) if kind == 3]
@@ -102,7 +102,7 @@ def test_names_tell_parts_of_characters_apart(smollm2: Tokenizer) -> None:
 # ---- made-up vocabularies ------------------------------------------------------------------------------------------
 
 
-def test_bos_comes_once() -> None:  # vllm#12985, llama.cpp#3966
+def test_b91_bos_comes_once() -> None:  # vllm#12985, llama.cpp#3966
     tokenizer = from_metadata(gpt2_metadata("gpt-2", add_bos_token=True))
     bos = tokenizer.bos_id
     assert tokenizer.encode("the") == [bos, 257]
@@ -184,7 +184,7 @@ def test_saved_and_read_again_is_equal(smollm2: Tokenizer, tmp_path: Path) -> No
     assert [again.encode(text) for text in TEXTS] == [smollm2.encode(text) for text in TEXTS]
 
 
-def test_end_of_sequence_ids_of_a_directory(smollm2: Tokenizer, tmp_path: Path) -> None:  # vllm#4589
+def test_b16_end_of_sequence_ids_of_a_directory(smollm2: Tokenizer, tmp_path: Path) -> None:  # vllm#4589
     smollm2.save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     assert Tokenizer.from_directory(tmp_path).eos_ids == {0, 2, 5}

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 import scripted_core
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import AppServer
 from wires import (
     ARGUMENTS,
@@ -216,6 +218,40 @@ def test_b53_reasoning_that_is_cut_off_is_reasoning(player: AppServer) -> None:
     (choice,) = chat["choices"]
     assert choice["message"]["content"] is None and THOUGHT.startswith(choice["message"]["reasoning_content"])
     assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_openai_s_client_takes_every_chat_answer_and_chunk(player: AppServer, output: str) -> None:
+    client = openai.OpenAI(base_url=player.url + "/v1", api_key="none", max_retries=0)
+    player.play(OUTPUTS[output], times=3)
+    asked: Any = request(CHAT)
+    whole = client.chat.completions.create(**asked)
+    ChatCompletion.model_validate(whole.to_dict(), strict=True)
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        ChatCompletionChunk.model_validate(chunk.to_dict(), strict=True)
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == whole.choices[0].finish_reason
+    message = whole.choices[0].message
+    assert (final.message.content or "") == (message.content or "")
+    calls = [[call.to_dict()["function"] for call in m.tool_calls or ()] for m in (final.message, message)]
+    assert [[(call["name"], call["arguments"]) for call in found] for found in calls] == [
+        [(call["name"], call["arguments"]) for call in calls[1]]
+    ] * 2
+
+
+async def test_the_clients_that_do_not_block(player: AppServer) -> None:
+    client = openai.AsyncOpenAI(base_url=player.url + "/v1", api_key="none", max_retries=0)
+    player.play(OUTPUTS["all"], times=2)
+    response: Any = await client.responses.create(**request(RESPONSES))
+    kinds = [event.type async for event in await client.responses.create(**request(RESPONSES), stream=True)]
+    assert kinds[-1] == "response.completed" and response.output[1].content[0].text == TEXT
+    anthropic = pytest.importorskip("anthropic")
+    player.play(OUTPUTS["all"])
+    other = anthropic.AsyncAnthropic(base_url=player.url, api_key="none", max_retries=0)
+    async with other.messages.stream(**request(MESSAGES)) as stream:
+        message = await stream.get_final_message()
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
 
 
 def test_b42_every_choice_has_its_own_calls(player: AppServer) -> None:
