@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from tests.front.fuzz_parsers import check, mutant
 from tests.front.outputs import SAMPLES, TOOLS, Sample, all_splits, parse
 from tokenspeed.runtime.parsers import (
+    REASONING_ALIASES,
     REASONING_PARSERS,
+    TOOL_ALIASES,
     TOOL_PARSERS,
     CallBegin,
     Content,
     FreeformInput,
+    Reasoning,
     make_parser,
 )
+from tokenspeed.runtime.parsers.writing import calls_text
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -30,7 +34,7 @@ def test_every_split_of_an_output_gives_its_pieces(sample: Sample) -> None:
 
 
 def test_every_parser_has_samples() -> None:
-    assert {sample.tool for sample in SAMPLES} >= set(TOOL_PARSERS) - {"qwen3_xml"}
+    assert {sample.tool for sample in SAMPLES} >= set(TOOL_PARSERS)
     assert {sample.reasoning for sample in SAMPLES} >= set(REASONING_PARSERS)
 
 
@@ -130,3 +134,15 @@ def test_the_page_of_parsers_names_them_all() -> None:
     page = (Path(__file__).parents[2] / "docs" / "parsers.md").read_text("utf-8")
     for name in (*TOOL_PARSERS, *REASONING_PARSERS):
         assert f"`{name}`" in page
+
+
+def test_other_names_of_parsers_stand_for_ours() -> None:
+    assert set(TOOL_ALIASES.values()) <= set(TOOL_PARSERS) and not set(TOOL_ALIASES) & set(TOOL_PARSERS)
+    assert set(REASONING_ALIASES.values()) <= set(REASONING_PARSERS)
+    for name, ours in TOOL_ALIASES.items():
+        text = calls_text(name, [("now", {})])
+        assert text == calls_text(ours, [("now", {})])
+        assert parse(make_parser(name, None, tools=TOOLS), [text])[0] == CallBegin(0, "now")
+    for name in REASONING_ALIASES:
+        begin = "<|channel|>analysis<|message|>" if "oss" in name else "<think>"
+        assert parse(make_parser(None, name), [begin + "a"]) == (Reasoning("a"),)

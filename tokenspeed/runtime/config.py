@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tokenspeed.runtime import options
 from tokenspeed.runtime.kv.store import check_address
 from tokenspeed.runtime.options import at_least, option
-from tokenspeed.runtime.parsers import REASONING_PARSERS, TOOL_PARSERS
+from tokenspeed.runtime.parsers import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 
 _ASSIGNMENTS = re.compile(r"[A-Za-z_]\w*=[\w*]+(,[A-Za-z_]\w*=[\w*]+)*")
 _MESH = re.compile(r"[A-Za-z_]\w*=[1-9]\d*(,[A-Za-z_]\w*=[1-9]\d*)*")
@@ -218,10 +218,14 @@ class ServerConfig:
         256, check=at_least(0), help="MiB of finished /v1/responses kept for previous_response_id; the oldest go first"
     )
     tool_call_parser: str = option(
-        "auto", choices=("auto", "none", *TOOL_PARSERS), help="How the model writes calls of tools; auto: as its family"
+        "auto",
+        choices=("auto", "none", *TOOL_PARSERS, *TOOL_ALIASES),
+        help="How the model writes calls of tools; auto: as its family (docs/parsers.md)",
     )
     reasoning_parser: str = option(
-        "auto", choices=("auto", "none", *REASONING_PARSERS), help="How it marks its reasoning; auto: as its family"
+        "auto",
+        choices=("auto", "none", *REASONING_PARSERS, *REASONING_ALIASES),
+        help="How it marks its reasoning; auto: as its family",
     )
     drain_timeout: float = option(
         30.0, check=at_least(0), help="Seconds that requests in flight may take after SIGTERM before they are aborted"

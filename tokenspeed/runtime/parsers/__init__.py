@@ -2,6 +2,7 @@
 
 from tokenspeed.runtime.parsers.call_grammar import call_grammar
 from tokenspeed.runtime.parsers.families import REASONING_PARSERS, TOOL_PARSERS, families, make_parser
+from tokenspeed.runtime.parsers.names import REASONING_ALIASES, TOOL_ALIASES
 from tokenspeed.runtime.parsers.output import OutputParser
 from tokenspeed.runtime.parsers.pieces import (
     CallArguments,
@@ -16,7 +17,9 @@ from tokenspeed.runtime.parsers.reasoning import answer_mark
 from tokenspeed.runtime.parsers.strings import FreeformInput
 
 __all__ = [
+    "REASONING_ALIASES",
     "REASONING_PARSERS",
+    "TOOL_ALIASES",
     "TOOL_PARSERS",
     "CallArguments",
     "CallBegin",

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed.runtime.grammar.structure import Structure
+from tokenspeed.runtime.parsers.names import reasoning_parser, tool_parser
 from tokenspeed.runtime.parsers.pieces import Tool
 from tokenspeed.runtime.parsers.reasoning import THINKING
 from tokenspeed.runtime.parsers.values import STRING, types
@@ -87,7 +88,7 @@ def call_grammar(
     if many:
         between = rules.text(writing.between or "")
         parts[1] = f"{call} ({between} {call})*"
-    after, thought = _thought(rules, "gpt_oss" if tool in ("gpt-oss", "openai") else reasoning, prompt)
+    after, thought = _thought(rules, "gpt_oss" if tool_parser(tool) == "gpt-oss" else reasoning, prompt)
     start = " ".join(part for part in [*thought, *parts] if part)
     return Structure("lark", "\n".join([f"start: {start}", *rules.lines, r"SPACE: /[ \n]{1,8}/"]), after=after)
 
@@ -96,6 +97,7 @@ def _thought(rules: Rules, reasoning: str | None, prompt: str) -> tuple[str, lis
     """(text that ends a thought which is open already, expressions of what may come before the first call)."""
     if reasoning is None:
         return "", ["SPACE?"]
+    reasoning = reasoning_parser(reasoning)
     if reasoning == "gpt_oss":
         thought = f"{rules.text('<|channel|>analysis<|message|>')} {rules.until('<|end|>')}"
         return "", [f"({thought} {rules.text('<|start|>assistant')})?"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tokenspeed.runtime.parsers.harmony import Harmony
 from tokenspeed.runtime.parsers.json_calls import Llama3, deepseek, hermes, kimi_k2, mistral
+from tokenspeed.runtime.parsers.names import reasoning_parser, tool_parser
 from tokenspeed.runtime.parsers.notation import Notation
 from tokenspeed.runtime.parsers.output import Emitter, OutputParser
 from tokenspeed.runtime.parsers.pieces import Tool
@@ -19,17 +20,14 @@ _NOTATIONS: dict[str, Callable[[Sequence[Tool]], Notation]] = {
     "deepseek_v31": deepseek,
     "deepseek_v32": deepseek_v32,
     "glm45": glm45,
-    "glm47": glm45,
     "gpt-oss": Harmony,
     "hermes": hermes,
     "kimi_k2": kimi_k2,
     "llama3_json": Llama3,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
-    "openai": Harmony,
     "pythonic": Pythonic,
     "qwen3_coder": qwen3_coder,
-    "qwen3_xml": qwen3_coder,
 }
 TOOL_PARSERS = tuple(_NOTATIONS)
 REASONING_PARSERS = tuple(sorted([*THINKING, "gpt_oss"]))
@@ -72,10 +70,11 @@ def make_parser(
 ) -> OutputParser:
     """The parser of one choice.
 
-    `tool` and `reasoning` are names of TOOL_PARSERS and REASONING_PARSERS, None for none. Without `tools` calls stay
+    `tool` and `reasoning` are names of TOOL_PARSERS and REASONING_PARSERS, or others of names.py, None for none. Without `tools` calls stay
     content. `prompt` is the rendered prompt: its end tells whether the model is already thinking. `forced` says that
     a call must come (tool_choice required or named), so its notation also ends reasoning.
     """
+    tool, reasoning = tool and tool_parser(tool), reasoning and reasoning_parser(reasoning)
     notation = _NOTATIONS[tool](tools) if tool and tools else None
     if reasoning == "gpt_oss" or (tool and _NOTATIONS[tool] is Harmony):
         channels = Harmony(tools)

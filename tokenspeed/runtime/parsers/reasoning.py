@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenspeed.runtime.parsers.names import reasoning_parser
 from tokenspeed.runtime.parsers.output import Emitter
 from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
 
@@ -66,6 +67,7 @@ THINKING: dict[str, Thinking] = {
 
 def answer_mark(reasoning: str, prompt: str) -> str:
     """The text that ends what comes before the answer, at the end of this prompt; "" where the answer may begin at once."""
+    reasoning = reasoning_parser(reasoning)
     if reasoning == "gpt_oss":
         return "<|channel|>final<|message|>"
     return THINKING[reasoning].close if THINKING[reasoning].opened_by(prompt) else ""

@@ -12,6 +12,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed.runtime.parsers.names import tool_parser
+
 
 @dataclass(frozen=True, slots=True)
 class JsonCall:
@@ -48,6 +50,7 @@ class Writing:
 
 def writing_of(tool: str, special_tokens: Container[str]) -> Writing:
     """Of a tool parser's name. Mistral's has names where the vocabulary has their mark, else an array."""
+    tool = tool_parser(tool)
     if tool == "mistral" and "[ARGS]" in special_tokens:
         return Writing(JsonCall("[TOOL_CALLS]NAME[ARGS]"), between="")
     return _WRITINGS[tool]
@@ -101,10 +104,6 @@ def keyed(key: str, name: str, *, is_string: bool) -> str:
 _WORD = re.compile("[A-Z_]{3,}")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _GLM = Writing(TaggedCall("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"))
-_HARMONY = Writing(JsonCall("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), between=None)
-_QWEN3_CODER = Writing(
-    TaggedCall("<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>")
-)
 _WRITINGS: dict[str, Writing] = {
     "deepseek_v3": Writing(
         JsonCall("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
@@ -125,9 +124,10 @@ _WRITINGS: dict[str, Writing] = {
         "",
         "</｜DSML｜function_calls>",
     ),
-    "glm45": _GLM,
-    "glm47": _GLM,
-    "gpt-oss": _HARMONY,
+    "glm45": Writing(
+        TaggedCall("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+    ),
+    "gpt-oss": Writing(JsonCall("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), between=None),
     "hermes": Writing(JsonCall('<tool_call>\n{"name": QUOTED, "arguments": ', "}\n</tool_call>")),
     "kimi_k2": Writing(
         JsonCall("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),
@@ -143,8 +143,10 @@ _WRITINGS: dict[str, Writing] = {
         "</minimax:tool_call>",
     ),
     "mistral": Writing(JsonCall('{"name": QUOTED, "arguments": ', "}"), "[TOOL_CALLS][", ", ", "]"),
-    "openai": _HARMONY,
     "pythonic": Writing(PythonCall(), "[", ", ", "]"),
-    "qwen3_coder": _QWEN3_CODER,
-    "qwen3_xml": _QWEN3_CODER,
+    "qwen3_coder": Writing(
+        TaggedCall(
+            "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
+        )
+    ),
 }
