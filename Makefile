@@ -90,6 +90,10 @@ fuzz: install ## 10,000 random programs, and all mutants of golden programs
 	$(BIN)/python -m tokenspeed.compiler.fuzz --programs 10000 --jobs $(JOBS)
 	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000 --jobs $(JOBS)
 
+.PHONY: fuzz-http
+fuzz-http: install ## 100,000 damaged requests of agents to a server whose core echoes
+	$(BIN)/python tests/front/test_front_fuzz.py --requests 100000
+
 .PHONY: fuzz-parsers
 fuzz-parsers: install ## 100,000 mutated model outputs through every parser of calls and reasoning
 	$(BIN)/python -m tests.front.fuzz_parsers

@@ -100,7 +100,7 @@ class Core:
                     "pid": os.getpid(),
                 }
                 self.outbox.put(Reply(message.call_id, result))
-            elif message.name == "flush_cache":
+            elif message.name in ("flush_cache", "scheduler"):
                 self.outbox.put(Reply(message.call_id, {"pages": len(self.seen)}))
             else:
                 self.outbox.put(Reply(message.call_id, error=f"no such call: {message.name}"))

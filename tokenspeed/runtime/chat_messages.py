@@ -144,6 +144,11 @@ def normalise(message: Message, at: int, can: Abilities) -> Message:
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
+        for i, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                place = f"{where}.tool_calls[{i}]"
+                raise RequestError(f"{place}.function must be an object with a name", param=place)
         out["tool_calls"] = [_call(call, can) for call in calls]
     else:
         out.pop("tool_calls", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import ServerConfig
@@ -90,7 +90,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
 
     if metrics is not None:
 
-        @app.get("/metrics")
+        @app.get("/metrics", response_class=PlainTextResponse)
         async def scrape() -> Response:
             return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
