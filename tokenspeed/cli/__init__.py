@@ -28,6 +28,7 @@ COMMANDS = {
     "kernels": Command("tokenspeed.cli.kernels", "list the kernels, say which one a request gets, verify them"),
     "serve": Command("tokenspeed.cli.serve", "serve a model over OpenAI's HTTP interface"),
     "chat": Command("tokenspeed.cli.chat", "talk to a model, here or behind a URL"),
+    "bench": Command("tokenspeed.cli.bench", "load on a running server, and what its users feel"),
     "simulate": Command("tokenspeed.cli.simulate", "try a scheduling policy on agents' traffic, without a model"),
     "env": Command("tokenspeed.cli.env", "print versions, devices and settings, for a bug report"),
 }

@@ -1,0 +1,1 @@
+"""`tokenspeed bench`: load on a server from outside, and what its users feel."""
