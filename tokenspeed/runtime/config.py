@@ -87,11 +87,21 @@ class EngineConfig:
     )
     mesh: str = option("", check=_mesh, help="Ranks by axis, as in `tp=2,dp=1`")
     axes: str = option("", check=_axes, help="Logical axes on mesh axes, as in `mlp=tp,vp=tp`")
-    tensor_parallel_size: int = option(1, check=at_least(1), aliases=("-tp",), help="Shorthand for `--mesh tp=N`")
-    max_model_len: int = option(
-        0, check=_model_len, help="Longest prompt plus output of a request, in tokens; 0: the model's own limit"
+    tensor_parallel_size: int = option(
+        1, check=at_least(1), aliases=("-tp", "--tp-size", "--tp"), help="Shorthand for `--mesh tp=N`"
     )
-    max_num_seqs: int = option(256, check=at_least(1), help="Requests that run at once in each data-parallel group")
+    max_model_len: int = option(
+        0,
+        check=_model_len,
+        aliases=("--context-length",),
+        help="Longest prompt plus output of a request, in tokens; 0: the model's own limit",
+    )
+    max_num_seqs: int = option(
+        256,
+        check=at_least(1),
+        aliases=("--max-running-requests",),
+        help="Requests that run at once in each data-parallel group",
+    )
     max_num_batched_tokens: int = option(512, check=at_least(1), help="Tokens of one step in each data-parallel group")
     prefill_chunk: int = option(
         0,
@@ -107,13 +117,19 @@ class EngineConfig:
     page_size: int = option(
         0,
         check=at_least(0),
+        aliases=("--block-size",),
         help="Tokens in a page of the KV cache; 0: 16 on CPU, 64 on a GPU, which fetches pages whole",
     )
-    num_pages: int = option(0, check=at_least(0), help="Pages of the KV cache; 0: as many as memory_fraction holds")
+    num_pages: int = option(
+        0,
+        check=at_least(0),
+        aliases=("--num-gpu-blocks-override",),
+        help="Pages of the KV cache; 0: as many as memory_fraction holds",
+    )
     memory_fraction: float = option(
         0.0,
         check=lambda value: _fraction(value) if value else None,
-        aliases=("--gpu-memory-utilization",),
+        aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
         help="Share of the free memory to take: on CPU for the KV cache, on a GPU in all. 0: 0.3 on CPU, 0.92 on a GPU",
     )
     enable_prefix_caching: bool = option(True, help="Reuse the KV pages of a shared prompt prefix")
@@ -134,7 +150,9 @@ class EngineConfig:
     )
     threads: int = option(0, check=at_least(0), help="CPU threads of a rank's arithmetic; 0: cores over ranks")
     seed: int | None = option(
-        None, help="Seed of random weights and of the seeds drawn for requests that name none; none: the system's"
+        None,
+        aliases=("--random-seed",),
+        help="Seed of random weights and of the seeds drawn for requests that name none; none: the system's",
     )
     decode_stall_tokens: int = option(
         0,
