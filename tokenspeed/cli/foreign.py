@@ -46,7 +46,7 @@ def _data_parallel(args: argparse.Namespace, value: str) -> None:
         raise OptionError("--data-parallel-size is shorthand for --mesh dp=N: give one of them, not both")
     ranks = getattr(args, "tensor_parallel_size", "1")
     if hasattr(args, "tensor_parallel_size"):
-        del args.tensor_parallel_size
+        delattr(args, "tensor_parallel_size")
     args.mesh = f"tp={ranks},dp={value}"
 
 
