@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     def on_ready(ready: Ready, url: str) -> None:
         console.print(_summary(ready, url))
 
-    return _run_loop(serve(engine, server, on_listen=on_listen, on_ready=on_ready))
+    return run_loop(serve(engine, server, on_listen=on_listen, on_ready=on_ready))
 
 
-def _run_loop(work: Coroutine[Any, Any, int]) -> int:
+def run_loop(work: Coroutine[Any, Any, int]) -> int:
     """On uvloop where it is installed."""
     try:
         import uvloop

@@ -147,6 +147,8 @@ def _listen(server: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # What is accepted inherits it: a first event must not wait until the client has acknowledged the headers (40 ms).
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         sock.bind((server.host, server.port))
         sock.listen(2048)
