@@ -25,6 +25,7 @@ from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server.app import create_app
 from tokenspeed.runtime.server.gate import Life
 from tokenspeed.runtime.server.served import model_names
+from tokenspeed.runtime.server.sse import Direct
 from tokenspeed.runtime.transport import CoreEntry
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def serve(
         url = f"http://{f'[{server.host}]' if ':' in server.host else server.host}:{port}"
         listener = _Listener(
             uvicorn.Config(
-                app,
+                Direct(app),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
@@ -26,6 +26,7 @@ T = TypeVar("T")
 PING_SECONDS = 15.0  # of silence after which a ping keeps proxies and clients from giving up
 PING = b": ping\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"
+_DIRECT = "tokenspeed.send"  # in a scope: the server's own send
 _encode = msgspec.json.Encoder().encode
 
 
@@ -66,6 +67,18 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Ou
             task.cancel()
 
 
+class Direct:
+    """The outermost ASGI layer. Events go past the layers between here and an EventStream, which look at how a response
+    begins and not at what follows: six calls an event less."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_DIRECT] = send
+        await self._app(scope, receive, send)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -92,6 +105,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._sent = time.monotonic()
+            send = scope.get(_DIRECT, send)
             tasks.append(asyncio.create_task(self._fill_silence(send)))
             async for chunk in self._events:
                 self._sent = time.monotonic()
