@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.tiny import Server
+from tests.e2e.processes import Server
 
 pytest.importorskip("llguidance")
 

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType as Format
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.e2e.tiny import save_model, tiny_config, tiny_model, tiny_tokenizer, tiny_weights, tokenspeed
+from tests.e2e.processes import tokenspeed
+from tests.e2e.tiny import save_model, tiny_config, tiny_model, tiny_tokenizer, tiny_weights
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime.compiling import compile_options
 from tokenspeed.runtime.config import EngineConfig

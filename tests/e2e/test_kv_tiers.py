@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from tests.e2e.interleavings import Collected, Silent, expected, interleave, sessions
-from tests.e2e.tiny import VOCAB, Server, tiny_model
+from tests.e2e.processes import Server
+from tests.e2e.tiny import VOCAB, tiny_model
 from tokenspeed import Engine, SamplingParams
 from tokenspeed._scheduler import page_keys
 from tokenspeed.runtime.build import build_engine

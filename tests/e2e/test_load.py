@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.tiny import Server, tiny_model
+from tests.e2e.processes import Server
+from tests.e2e.tiny import tiny_model
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig

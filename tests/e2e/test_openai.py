@@ -15,7 +15,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.e2e.tiny import Server, tiny_model
+from tests.e2e.processes import Server
+from tests.e2e.tiny import tiny_model
 
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 CONTEXT = 256

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import ROOT, Server, tiny_model, tokenspeed
+from tests.e2e.processes import ROOT, Server, tokenspeed
+from tests.e2e.tiny import tiny_model
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.compiler.artifact import is_artifact, load_artifact, semantic_key
 from tokenspeed.runtime.compiling import compile_for, compile_options, write_artifact

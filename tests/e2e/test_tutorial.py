@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.tiny import ROOT, Server, environment, save_model
+from tests.e2e.processes import ROOT, Server, environment
+from tests.e2e.tiny import save_model
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.cli import main
 from tokenspeed.runtime.compiling import compile_options

@@ -6,6 +6,7 @@ A tiny model with random weights, made on the CPU for both sides: `python -m pyt
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,43 @@ def test_prefixes_come_back_from_host_memory_and_storage(model: str, tmp_path: P
         assert [r.token_ids for r in found] == want
         assert sum(r.usage.cached_storage for r in found) > 1000
         assert engine.control("scheduler")["storage"]["damaged"] == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_structured_output_equals_that_of_the_cpu(model: str, tmp_path: Path, depth: int) -> None:
+    """Masks of a grammar in captured steps, beside requests that have none."""
+    pytest.importorskip("llguidance")
+    from tests.e2e.tiny import save_tokenizer
+    from tokenspeed import SamplingParams
+    from tokenspeed.runtime.grammar import Structure
+
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 257}))
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 20]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    structures = [
+        Structure.schema(schema, whitespace=0),
+        None,
+        Structure("regex", "[a-f]{9}x"),
+        Structure.choice(["yes", "no"]),
+    ]
+    asked = [
+        SamplingParams(temperature=t, seed=i, max_tokens=64, structure=structure, ignore_eos=structure is None)
+        for t in (0.0, 1.0) for i, structure in enumerate(structures)
+    ]  # fmt: skip
+    prompts = _prompts()[: len(asked)]
+    found = {}
+    for device in ("cpu", "cuda"):
+        with _engine(str(folder), tmp_path, device, overlap_depth=depth) as engine:
+            done = engine.generate(input_ids=prompts, sampling_params=asked)
+        found[device] = [(list(r.token_ids), r.text, r.finish_reason) for r in done]
+    assert found["cuda"] == found["cpu"]
+    assert json.loads(found["cuda"][0][1])["a"] in (1, 20) and found["cuda"][3][1] in ("yes", "no")
 
 
 def test_every_parameter_of_sampling(model: str, tmp_path: Path) -> None:
