@@ -121,6 +121,7 @@ def test_structured_output_equals_that_of_the_cpu(model: str, tmp_path: Path, de
         "type": "object",
         "properties": {"a": {"enum": [1, 20]}, "b": {"type": "boolean"}},
         "required": ["a", "b"],
+        "additionalProperties": False,
     }
     structures = [
         Structure.schema(schema, whitespace=0),
