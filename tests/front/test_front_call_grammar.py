@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tests.front.outputs import called, parse
+from tokenspeed.runtime.errors import RequestError
+from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.parsers import (
     TOOL_PARSERS,
     CallArguments,
@@ -192,3 +194,21 @@ def test_what_the_engine_cannot_check_is_left_out_of_a_tool_that_is_not_strict()
 def test_special_tokens_are_named_by_their_ids() -> None:
     source = call_grammar("mistral", (NOW,), "required", True, special_tokens={"[TOOL_CALLS]": 9, "[ARGS]": 32}).source
     assert '<[9]> "now" <[32]>' in source and "[TOOL_CALLS]" not in source
+
+
+@pytest.mark.parametrize("tool", sorted(TOOL_PARSERS))
+def test_an_answer_of_a_schema_may_stand_beside_calls(tool: str) -> None:
+    answer = Structure.schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    if tool.startswith("llama3"):  # its calls are JSON too
+        with pytest.raises(RequestError, match="bare JSON"):
+            call_grammar(tool, TOOLS, "required", True, answer=answer)
+        return
+    source = call_grammar(tool, TOOLS, "required", True, answer=answer).source
+    head = "<|channel|>final<|message|>" if tool in ("gpt-oss", "openai") else ""
+    assert accepts(source, head + '{"x": 3}')
+    assert not accepts(source, head + '{"x": "3"}') and not accepts(source, "x") and not accepts(source, "")
+    assert accepts(
+        call_grammar(tool, TOOLS, "required", True, answer=Structure.choice(["yes", 'n"o'])).source, head + 'n"o'
+    )
+    with pytest.raises(RequestError, match="a regex cannot stand beside tools"):
+        call_grammar(tool, TOOLS, "required", True, answer=Structure("regex", "a+"))

@@ -180,8 +180,11 @@ def test_a_forced_call_constrains_the_output(player: AppServer, wire: str, choic
 )
 def test_a_structure_is_asked_for_on_each_wire(player: AppServer, wire: str, more: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
-    answer(player, wire, '{"city": "Paris"}', **more)
+    answer(player, wire, '{"city": "Paris"}', **more, tools=None)
     assert json.loads(player.core_stats()["structures"][-1]) == SCHEMA
+    called = answer(player, wire, CALL, **more)  # it may call as well, as long as it has not answered
+    source = player.core_stats()["structures"][-1]
+    assert '"days"' in source and "get_weather" in source and "get_weather" in json.dumps(called)
     bad = {"structured_outputs": {"regex": "("}} if wire == CHAT else None
     if bad is not None:
         response = player.post(wire, request(wire, **bad))

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenspeed.runtime.grammar.structure import Structure
+from tokenspeed.runtime.errors import RequestError
+from tokenspeed.runtime.grammar.structure import Structure, json_options
 from tokenspeed.runtime.parsers.names import reasoning_parser, tool_parser
 from tokenspeed.runtime.parsers.pieces import Tool
 from tokenspeed.runtime.parsers.reasoning import THINKING
@@ -72,12 +73,13 @@ def call_grammar(
     reasoning: str | None = None,
     prompt: str = "",
     special_tokens: Mapping[str, int] | None = None,
+    answer: Structure | None = None,
 ) -> Structure:
-    """The structure of an output that must call.
+    """The structure of an output that must call, or else must be the `answer` that is asked for.
 
     `tool`: the tool parser's name. `choice`: "required", or the name of the tool to call, once. `parallel`: whether more
     than one call may come. `reasoning` and `prompt` as for `make_parser`: the model may think first. `special_tokens`:
-    those of the vocabulary, text -> id.
+    those of the vocabulary, text -> id. Raises RequestError for an answer of a form that cannot stand beside calls.
     """
     rules = Rules(special_tokens or {})
     writing = writing_of(tool, special_tokens or {})
@@ -88,8 +90,18 @@ def call_grammar(
     if many:
         between = rules.text(writing.between or "")
         parts[1] = f"{call} ({between} {call})*"
-    after, thought = _thought(rules, "gpt_oss" if tool_parser(tool) == "gpt-oss" else reasoning, prompt)
+    harmony = tool_parser(tool) == "gpt-oss"
+    after, thought = _thought(rules, "gpt_oss" if harmony else reasoning, prompt)
     start = " ".join(part for part in [*thought, *parts] if part)
+    if answer is not None:
+        if isinstance(writing.call, JsonCall) and writing.call.head.startswith("{"):
+            raise RequestError(
+                "this model writes calls as bare JSON, which none can tell from an answer in JSON: leave out the tools or "
+                "the structure",
+                param="tools",
+            )
+        head = [rules.text("<|channel|>final<|message|>")] if harmony else []
+        start += " | " + " ".join([*thought, *head, _answer(rules, answer)])
     return Structure("lark", "\n".join([f"start: {start}", *rules.lines, r"SPACE: /[ \n]{1,8}/"]), after=after)
 
 
@@ -107,6 +119,20 @@ def _thought(rules: Rules, reasoning: str | None, prompt: str) -> tuple[str, lis
     if prompt.rstrip().endswith(thinking.close):
         return "", ["SPACE?"]
     return "", ["SPACE?", f"({rules.text(thinking.open)} {rules.until(thinking.close)} SPACE?)?"]
+
+
+def _answer(rules: Rules, answer: Structure) -> str:
+    """An expression of an answer's structure."""
+    if answer.kind == "choice":
+        return rules.add(" | ".join(map(_quoted, json.loads(answer.source))))
+    if answer.kind not in ("json_schema", "json_object"):
+        raise RequestError(
+            f"a {answer.kind} cannot stand beside tools that the model may call: leave one of them out, or send a JSON schema",
+            param="tools",
+        )
+    schema: Any = json.loads(answer.source) if answer.kind == "json_schema" else {"type": "object"}
+    options = json_options(answer.whitespace)
+    return rules.add("%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options}))
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

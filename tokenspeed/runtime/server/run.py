@@ -140,11 +140,11 @@ async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:
 
 
 def _structure(llm: AsyncLLM, notation: Notation, turn: Turn, prompt: str) -> Structure | None:
-    """What the output must look like: calls that are forced in the model's notation, else what was asked for.
+    """What the output must look like: forced calls in the model's notation, what was asked for, or either of the two.
 
     A structure constrains the answer, not the thought before it.
     """
-    if turn.choice.forced:
+    if turn.choice.forced or (turn.offered and turn.params.structure is not None):
         assert notation.tool is not None, "tools are offered, so there is a notation"
         return call_grammar(
             notation.tool,
@@ -154,6 +154,7 @@ def _structure(llm: AsyncLLM, notation: Notation, turn: Turn, prompt: str) -> St
             reasoning=notation.reasoning,
             prompt=prompt,
             special_tokens=llm.tokenizer.special_by_text if llm.tokenizer else None,
+            answer=turn.params.structure,
         )
     if turn.params.structure is None or notation.reasoning is None:
         return turn.params.structure
