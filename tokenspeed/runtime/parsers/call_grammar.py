@@ -94,7 +94,7 @@ def call_grammar(
     after, thought = _thought(rules, "gpt_oss" if harmony else reasoning, prompt)
     start = " ".join(part for part in [*thought, *parts] if part)
     if answer is not None:
-        if isinstance(writing.call, JsonCall) and writing.call.head.startswith("{"):
+        if isinstance(writing.call, JsonCall) and (writing.before + writing.call.head).startswith("{"):
             raise RequestError(
                 "this model writes calls as bare JSON, which none can tell from an answer in JSON: leave out the tools or "
                 "the structure",
