@@ -303,8 +303,8 @@ async def test_without_a_tokenizer_or_the_package_a_structure_is_refused(
         await front.StructureCheck(None).check(Structure("json_object"))
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"tokenspeed\[grammar\]") as caught:
-        await front.StructureCheck(tiny).check(Structure("json_object"))
-    assert caught.value.param == "structured_outputs"
+        await front.StructureCheck(tiny).check(Structure("json_object", param="response_format"))
+    assert caught.value.param == "response_format"
 
 
 def submit(request_id: int, structure: Structure) -> Submit:

@@ -6,6 +6,7 @@ never a structure that says less than was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tokenspeed.runtime.errors import RequestError
@@ -70,6 +71,6 @@ def _made(kind: str, value: Any, whitespace: int, param: str) -> Structure:
     if kind == "json_object" and value is not True:
         raise RequestError(f"{param} must be true or false", param=param)
     try:
-        return makers[kind]()
+        return replace(makers[kind](), param=param)
     except RequestError as fault:
         raise RequestError(fault.message, param=param) from None

@@ -27,7 +27,13 @@ class StructureCheck:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenspeed-grammar")
 
     async def check(self, structure: Structure) -> None:
-        """Raises RequestError for a structure that cannot be followed."""
+        """Raises RequestError, naming the structure's field, for one that cannot be followed."""
+        try:
+            await self._check(structure)
+        except RequestError as fault:
+            raise RequestError(fault.message, param=structure.param) from None
+
+    async def _check(self, structure: Structure) -> None:
         if self._tokenizer is None:
             raise RequestError("structured output needs the text, but this model has no tokenizer", param=PARAM)
         if self._grammars is not None and self._grammars.knows(structure):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tokenspeed.runtime.errors import RequestError
@@ -34,12 +34,14 @@ class Structure:
 
     `whitespace` is how many characters of it may stand in a row between two parts of a JSON value (0: none at all). `after` is
     a text that ends what comes before the structure, such as the end of reasoning: the output is free until it has appeared.
+    `param` is the field of the request that asked for it: what errors name.
     """
 
     kind: Kind
     source: str = ""
     whitespace: int = WHITESPACE
     after: str = ""
+    param: str = field(default=PARAM, compare=False)
 
     def __post_init__(self) -> None:
         """Raises RequestError for what no grammar engine need look at."""

@@ -102,7 +102,8 @@ def call_grammar(
             )
         head = [rules.text("<|channel|>final<|message|>")] if harmony else []
         start += " | " + " ".join([*thought, *head, _answer(rules, answer)])
-    return Structure("lark", "\n".join([f"start: {start}", *rules.lines, r"SPACE: /[ \n]{1,8}/"]), after=after)
+    lines = [f"start: {start}", *rules.lines, r"SPACE: /[ \n]{1,8}/"]
+    return Structure("lark", "\n".join(lines), after=after, param="tools" if answer is None else answer.param)
 
 
 def _thought(rules: Rules, reasoning: str | None, prompt: str) -> tuple[str, list[str]]:
