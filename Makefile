@@ -79,6 +79,11 @@ test-interleavings: install ## 200 random orders of 50 sessions over device, hos
 	$(BIN)/python -m tests.e2e.interleavings --seeds 200
 	$(BIN)/python -m tests.e2e.interleavings --seeds 5 --model smollm2
 
+.PHONY: soak
+MINUTES ?= 30
+soak: install ## a server at twice the load it takes, with clients that leave, err and abort: nothing leaks, nothing breaks
+	$(BIN)/python -m tests.e2e.soak --minutes $(MINUTES)
+
 test-layouts: install ## every model on every legal layout of 2, 4, 6 and 8 ranks in the simulator, on JOBS cores
 	$(BIN)/python -m tests.compiler.layouts --jobs $(JOBS)
 
