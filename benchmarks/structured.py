@@ -85,12 +85,13 @@ def steps(model: str, rows: int, tokens: int) -> dict[str, Any]:
     endless = Structure("regex", "[a-z ,.]{1,100000}")
     likely = Structure.schema({"type": "array", "items": {"type": "string", "minLength": 40}, "minItems": 400})
     out: dict[str, Any] = {}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("free", {}), ("full sampler", {"logit_bias": {0: -1.0}}), ("regex", {"structure": endless}),
+        ("json_schema", {"structure": likely}),
+    ]  # fmt: skip
     for depth in (0, 1):
         with Engine(model, overlap_depth=depth, max_num_seqs=rows, buckets=[1, rows, 64]) as engine:
-            for name, more in (
-                ("free", {}), ("full sampler", {"logit_bias": {0: -1.0}}), ("regex", {"structure": endless}),
-                ("json_schema", {"structure": likely}),
-            ):  # fmt: skip
+            for name, more in cases:
                 params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
                 engine.generate(prompt=["A list:"] * rows, sampling_params=[params] * rows)  # compiled and cached
                 gaps: list[float] = []

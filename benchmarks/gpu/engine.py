@@ -192,7 +192,7 @@ class Bench:
                 executor.replays["gumbel", bucket]()
             torch.cuda.synchronize()
         executor.turn = (executor.turn + 4) % len(executor.done)
-        kernels = sorted((e for e in recorded.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+        kernels = sorted((e for e in recorded.events() or [] if e.device_time > 0), key=lambda e: e.time_range.start)
         total: dict[str, list[float]] = {}
         for e in kernels:
             total.setdefault(e.name[:60], []).append(e.device_time)
@@ -237,7 +237,7 @@ class Bench:
         finally:
             stream.close()
         assert len(out) == new, (len(out), new)
-        row = {"ttft": marks[0][0] - t0, "cached": stream.cached_tokens, "out": out, "marks": marks}
+        row = {"ttft": marks[0][0] - t0, "cached": stream.usage.cached_tokens, "out": out, "marks": marks}
         if new > 1:
             row["tpot"] = (marks[-1][0] - marks[0][0]) / (new - marks[0][1])
         return row

@@ -139,7 +139,7 @@ def checked(op: str, *args: Any, terms: int = 1, exact: bool = False, **attrs: A
     return tolerance(op, want.dtype, terms=terms).excess(outs[0], want) if want.numel() else 0.0
 
 
-def timed(calls: Sequence[Callable[[], None]], replays: int = 9, least: float = 1.5e-3) -> float:
+def timed(calls: Sequence[Callable[[], object]], replays: int = 9, least: float = 1.5e-3) -> float:
     """Seconds a call: the median over replays of a graph that runs `calls` in turn until it takes about `least`."""
     for call in calls[:2]:
         call()

@@ -276,7 +276,9 @@ def _graph_mixed(replays: int) -> float:
         for r, (a, b) in enumerate(zip([0, *cuts], [*cuts, 500])):
             start = int(torch.randint(0, 4000 - 500, (1,)))
             pos_[a:b], row_[a:b] = list(range(start, start + b - a)), [r] * (b - a)
-        pos.copy_(ints(pos_)), row.copy_(ints(row_)), out.fill_(NAN)
+        pos.copy_(ints(pos_))
+        row.copy_(ints(row_))
+        out.fill_(NAN)
         graph.replay()
         want = reference("attend", q.float(), pages.k, pages.v, pos, row, pages.table, page=16, scale=0.088)
         worst = max(worst, tolerance("attend", BF16, terms=4000).excess(out, want))
