@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import ServerConfig
 from tokenspeed.runtime.metrics import Metrics
-from tokenspeed.runtime.server import control, errors
+from tokenspeed.runtime.server import control, errors, page
 from tokenspeed.runtime.server.body import BodyRoute
 from tokenspeed.runtime.server.chat.answer import chat_completions
 from tokenspeed.runtime.server.chat.request import ChatRequest
@@ -87,6 +87,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         return response
 
     control.install(app, served)
+    page.install(app)
 
     if metrics is not None:
 

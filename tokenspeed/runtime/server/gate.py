@@ -1,6 +1,6 @@
 """What may come in: the life of the server, the keys, the length of a body. One ASGI layer before the routes.
 
-While the server loads, drains or is dead, every request but the probes (/health, /metrics) is refused at once with
+While the server loads, drains or is dead, every request but the probes (/health, /metrics) and the web page is refused at once with
 503; those inside are counted, so a drain knows when the last one has been answered. Every request has an id, its own
 (X-Request-Id) or a new one, which the response bears and /internal/abort takes.
 """
@@ -45,7 +45,7 @@ class Gate:
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["type"] != "http" or scope["path"] in _PROBES or _is_page(scope):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -96,6 +96,11 @@ class Gate:
 
     def _too_long(self) -> str:
         return f"the body is longer than {self._config.max_body_bytes} bytes"
+
+
+def _is_page(scope: Scope) -> bool:
+    """Whether a file of the web page is asked for, which shows how the server comes up."""
+    return scope["method"] == "GET" and (scope["path"] == "/" or scope["path"].startswith("/page/"))
 
 
 def _key(headers: Headers) -> str:
