@@ -116,6 +116,7 @@ bench-scheduler: install
 
 docs: install ## generated pages
 	$(BIN)/python -m tokenspeed env --options > docs/options.md
+	$(BIN)/python -m tokenspeed.runtime.dashboard > docs/grafana-dashboard.json
 	$(BIN)/python -m tokenspeed env --codes > docs/codes.md
 	$(BIN)/python -m tokenspeed env --foreign > docs/other-engines.md
 	$(BIN)/python -c "from tokenspeed import _scheduler; print(_scheduler.states_markdown(), end='')" > docs/scheduler-states.md
