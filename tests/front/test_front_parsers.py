@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +19,12 @@ from tokenspeed.runtime.parsers import (
     REASONING_PARSERS,
     TOOL_ALIASES,
     TOOL_PARSERS,
+    CallArguments,
     CallBegin,
     Content,
     FreeformInput,
     Reasoning,
+    Tool,
     make_parser,
 )
 from tokenspeed.runtime.parsers.writing import calls_text
@@ -146,3 +150,42 @@ def test_other_names_of_parsers_stand_for_ours() -> None:
     for name in REASONING_ALIASES:
         begin = "<|channel|>analysis<|message|>" if "oss" in name else "<think>"
         assert parse(make_parser(None, name), [begin + "a"]) == (Reasoning("a"),)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, " 3\n", 3),
+        ({"type": "integer"}, "3.0", 3.0),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "int"}, "3", 3),
+        ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "yes", "yes"),
+        ({"type": "string"}, "3", "3"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, '"3"', '"3"'),
+        ({"oneOf": [{"type": "object"}, {"type": "null"}]}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "object"}, "{'a': True, 'b': (1, -2)}", {"a": True, "b": [1, -2]}),
+        ({"type": "array"}, '["a", ', '["a", '),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": "x"}, "2", "2"),
+        ({"$ref": "#/$defs/n"}, "7", 7),
+        ({"$ref": "#/$defs/loop"}, "7", "7"),
+        ({"items": {}}, "[1]", [1]),
+        ({}, "7", "7"),
+        ("nonsense", "7", "7"),
+    ],
+)
+def test_a_bare_value_has_the_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
+    defs = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
+    tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": defs})
+    written = f'<invoke name="f"><parameter name="a">{text}</parameter></invoke>'
+    for chunks in ([written], list(written)):
+        pieces = parse(make_parser("minimax_m2", None, tools=[tool]), chunks)
+        (arguments,) = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+        assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value)

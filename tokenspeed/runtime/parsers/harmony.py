@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 from tokenspeed.runtime.parsers.output import Emitter
 from tokenspeed.runtime.parsers.pieces import Tool
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
+from tokenspeed.runtime.parsers.reader import Reader, Step, markers
 
 _BODY = "<|message|>"
 _HEADER = ("<|start|>", "<|channel|>", "<|constrain|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_ALL = Markers(_BODY, *_HEADER, *_ENDS)
+_ALL = markers(_BODY, *_HEADER, *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO = re.compile(r"\bto=([^\s<]+)")
 _ROLES = ("assistant", "user", "system", "developer", "tool")

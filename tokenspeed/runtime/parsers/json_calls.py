@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from tokenspeed.runtime.parsers.notation import Marked, attempt, begin
 from tokenspeed.runtime.parsers.output import Emitter
 from tokenspeed.runtime.parsers.pieces import Tool
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Step, ignore
+from tokenspeed.runtime.parsers.reader import Reader, Step, ignore, markers
 from tokenspeed.runtime.parsers.strings import StringText
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -30,7 +30,7 @@ def hermes(tools: Iterable[Tool]) -> Marked:
 def mistral(tools: Iterable[Tool]) -> Marked:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or `[TOOL_CALLS]name[ARGS]{...}`, the latter repeated."""
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    return Marked(_mistral_call, starts=marks[:1], special_tokens=frozenset(marks))
+    return Marked(_mistral_call, starts=marks[:1], others=marks[1:])
 
 
 def deepseek(tools: Iterable[Tool]) -> Marked:
@@ -42,7 +42,7 @@ def deepseek(tools: Iterable[Tool]) -> Marked:
         starts=(begin_,),
         closes=(end,),
         drops=sections,
-        special_tokens=frozenset({begin_, end, sep, *sections}),
+        others=(sep,),
     )
 
 
@@ -55,7 +55,7 @@ def kimi_k2(tools: Iterable[Tool]) -> Marked:
         starts=marks[:1],
         closes=marks[1:2],
         drops=sections,
-        special_tokens=frozenset({*marks, *sections}),
+        others=marks[2:],
     )
 
 
@@ -94,7 +94,7 @@ class Llama3:
         return begun
 
 
-_PYTHON_TAG = Markers("<|python_tag|>")
+_PYTHON_TAG = markers("<|python_tag|>")
 
 
 def json_call(reader: Reader, emitter: Emitter, names: frozenset[str] | None = None) -> Step[bool]:
@@ -225,7 +225,7 @@ def _mistral_call(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
             return True
 
 
-_NAME_ENDS = Markers("[ARGS]", "[CALL_ID]", "{")
+_NAME_ENDS = markers("[ARGS]", "[CALL_ID]", "{")
 
 
 def _named_call(reader: Reader, emitter: Emitter) -> Step[bool]:
@@ -235,7 +235,7 @@ def _named_call(reader: Reader, emitter: Emitter) -> Step[bool]:
         return False
     call_id: str | None = None
     if found[1] == "[CALL_ID]":
-        found = yield from reader.word(Markers("[ARGS]"))
+        found = yield from reader.word(markers("[ARGS]"))
         if found is None:
             return False
         call_id = found[0].strip()
@@ -248,13 +248,13 @@ def _named_call(reader: Reader, emitter: Emitter) -> Step[bool]:
 
 
 def _deepseek_call(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
-    found = yield from reader.word(Markers("<｜tool▁sep｜>"))
+    found = yield from reader.word(markers("<｜tool▁sep｜>"))
     if found is None:
         return False
     name = found[0].strip()
     yield from reader.space()
     if name == "function" and (yield from reader.peek()) != "{":
-        found = yield from reader.word(Markers("\n", "<｜tool▁call▁end｜>"))
+        found = yield from reader.word(markers("\n", "<｜tool▁call▁end｜>"))
         if found is None or not (name := found[0].strip()):
             return False
         if found[1] != "\n":
@@ -272,7 +272,7 @@ def _deepseek_call(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
 
 
 def _kimi_call(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
-    found = yield from reader.word(Markers("<|tool_call_argument_begin|>"))
+    found = yield from reader.word(markers("<|tool_call_argument_begin|>"))
     if found is None:
         return False
     call_id = found[0].strip()

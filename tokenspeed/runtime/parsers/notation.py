@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenspeed.runtime.parsers.output import Emitter
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
+from tokenspeed.runtime.parsers.reader import Reader, Step, markers
 
 Call = Callable[[Reader, Emitter, str], Step[bool]]  # the opening mark, read; false when no call begins there
 
@@ -38,16 +38,21 @@ class Marked:
     starts: tuple[str, ...]
     closes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
-    special_tokens: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()  # marks within a call
 
     @property
     def opens(self) -> tuple[str, ...]:
         return (*self.starts, *self.drops)
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """All marks: which of them are special tokens is the vocabulary's to say."""
+        return frozenset({*self.starts, *self.closes, *self.drops, *self.others})
+
     def read(self, reader: Reader, emitter: Emitter) -> Step[None]:
         """Content and calls, to the end of the output."""
-        outside = Markers(*self.starts, *self.drops)
-        inside = Markers(*self.starts, *self.drops, *self.closes)
+        outside = markers(*self.starts, *self.drops)
+        inside = markers(*self.starts, *self.drops, *self.closes)
         within = False
         while (marker := (yield from reader.until(inside if within else outside, emitter.content))) is not None:
             if marker in self.starts:

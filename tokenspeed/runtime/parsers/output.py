@@ -147,8 +147,8 @@ class OutputParser:
         emitter: Emitter | None = None,
         special_tokens: frozenset[str] = frozenset(),
     ) -> None:
-        """Without a grammar all text is content. `special_tokens`: those that the grammar reads, which the
-        detokenizer must keep in the text."""
+        """Without a grammar all text is content. `special_tokens`: marks that the grammar reads, which the
+        detokenizer must keep in the text where they are special tokens of the vocabulary."""
         self.special_tokens = special_tokens
         self._reader = Reader()
         self._emitter = emitter or Emitter(trims_content=False)

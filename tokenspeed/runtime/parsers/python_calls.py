@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from tokenspeed.runtime.parsers.notation import attempt, begin
 from tokenspeed.runtime.parsers.output import Emitter
 from tokenspeed.runtime.parsers.pieces import Tool
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Sink, Step
+from tokenspeed.runtime.parsers.reader import Reader, Sink, Step, markers
 from tokenspeed.runtime.parsers.strings import escape
 from tokenspeed.runtime.parsers.values import python_json
 
 _KEY = re.compile(r"\s*\w+\s*")
-_EQUALS = Markers("=")
-_PARENTHESIS = Markers("(")
-_TAGS = Markers("<|python_start|>", "<|python_end|>")
+_EQUALS = markers("=")
+_PARENTHESIS = markers("(")
+_TAGS = markers("<|python_start|>", "<|python_end|>")
 _OUTSIDE = re.compile(r"""[^"'()\[\]{},]*""")
 _INSIDE = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 

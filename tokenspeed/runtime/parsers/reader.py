@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -45,6 +46,12 @@ def _prefixes(text: str) -> str:
     for char in reversed(text):
         pattern = f"{re.escape(char)}(?:{pattern}|\\Z)" if pattern else re.escape(char)
     return pattern
+
+
+@lru_cache(256)
+def markers(*texts: str) -> Markers:
+    """Of these texts, made once."""
+    return Markers(*texts)
 
 
 class Reader:

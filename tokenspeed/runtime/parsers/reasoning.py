@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokenspeed.runtime.parsers.names import reasoning_parser
 from tokenspeed.runtime.parsers.output import Emitter
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
+from tokenspeed.runtime.parsers.reader import Reader, Step, markers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,11 @@ class Thinking:
     close: str
     implied: bool = False
     ends_at_call: bool = False  # whether a call's mark ends a thought that was not closed
-    special: bool = False  # whether the tags are special tokens
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The tags that the detokenizer must keep."""
-        return frozenset({self.open, self.close}) if self.special else frozenset()
+        """The tags, which the detokenizer must keep where they are special tokens."""
+        return frozenset({self.open, self.close})
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the model is thinking already at the end of a prompt."""
@@ -47,7 +46,7 @@ class Thinking:
         if not tagged and not opened:
             return
         emitter.think()
-        mark = yield from reader.until(Markers(self.close, *calls), emitter.reasoning)
+        mark = yield from reader.until(markers(self.close, *calls), emitter.reasoning)
         if mark in calls:
             reader.at -= len(mark or "")
         if mark is not None:
@@ -56,11 +55,11 @@ class Thinking:
 
 THINKING: dict[str, Thinking] = {
     "deepseek_r1": Thinking("<think>", "</think>", implied=True, ends_at_call=True),
-    "glm45": Thinking("<think>", "</think>", ends_at_call=True, special=True),
+    "glm45": Thinking("<think>", "</think>", ends_at_call=True),
     "kimi": Thinking("◁think▷", "◁/think▷"),
-    "kimi_k2": Thinking("<think>", "</think>", ends_at_call=True, special=True),
-    "minimax": Thinking("<think>", "</think>", ends_at_call=True, special=True),
-    "mistral": Thinking("[THINK]", "[/THINK]", special=True),
+    "kimi_k2": Thinking("<think>", "</think>", ends_at_call=True),
+    "minimax": Thinking("<think>", "</think>", ends_at_call=True),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
     "qwen3": Thinking("<think>", "</think>", ends_at_call=True),
 }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tokenspeed.runtime.parsers.notation import Marked, begin
 from tokenspeed.runtime.parsers.output import Emitter
 from tokenspeed.runtime.parsers.pieces import Tool
-from tokenspeed.runtime.parsers.reader import Markers, Reader, Step
+from tokenspeed.runtime.parsers.reader import Reader, Step, markers
 from tokenspeed.runtime.parsers.strings import escape
 from tokenspeed.runtime.parsers.values import ANY, STRING, property_types, to_json
 
@@ -41,13 +41,13 @@ class TaggedCall:
 
     def __init__(self, tags: Tags, tools: Iterable[Tool]) -> None:
         self._tags = tags
-        self._types = {tool.name: property_types(tool.parameters) for tool in tools}
+        self._schemas = {tool.name: tool.parameters for tool in tools}
         ends = {tags.call_end, tags.block_end} - {""}
         self._begins = {tags.name, tags.block} - {""}
-        self._name_ends = Markers(*{tags.name_end, tags.key, *ends})
-        self._between = Markers(*{tags.key, *ends, *self._begins})
-        self._key_ends = Markers(*tags.key_ends)
-        self._value_ends = Markers(*tags.value_ends, *("\n" + end for end in tags.value_ends if tags.lines))
+        self._name_ends = markers(*sorted({tags.name_end, tags.key, *ends}))
+        self._between = markers(*sorted({tags.key, *ends, *self._begins}))
+        self._key_ends = markers(*tags.key_ends)
+        self._value_ends = markers(*tags.value_ends, *("\n" + end for end in tags.value_ends if tags.lines))
 
     def __call__(self, reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
         """One call after the mark that begins it; false when no name is there."""
@@ -65,7 +65,7 @@ class TaggedCall:
         begin(reader, emitter, name)
         emitter.arguments("{")
         strays: list[str] = []
-        if (yield from self._parameters(reader, emitter, self._types.get(name, {}), strays)):
+        if (yield from self._parameters(reader, emitter, property_types(self._schemas.get(name, {})), strays)):
             emitter.arguments("}")
         emitter.end()
         if stray := "".join(strays).strip():
@@ -143,7 +143,7 @@ def glm45(tools: Iterable[Tool]) -> Marked:
         call_end=marks[1],
         block_end="",
     )
-    return Marked(TaggedCall(tags, tools), starts=marks[:1], special_tokens=frozenset(marks))
+    return Marked(TaggedCall(tags, tools), starts=marks[:1], others=marks[1:])
 
 
 def minimax_m2(tools: Iterable[Tool]) -> Marked:
@@ -172,5 +172,4 @@ def _invoke(
         call_end=f"</{mark}invoke>",
         block_end="",
     )
-    special = frozenset(blocks) if not mark else frozenset({mark})
-    return Marked(TaggedCall(tags, tools), starts=(tags.name,), drops=blocks, special_tokens=special)
+    return Marked(TaggedCall(tags, tools), starts=(tags.name,), drops=blocks, others=(mark,) if mark else ())

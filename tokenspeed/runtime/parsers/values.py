@@ -13,6 +13,10 @@ from typing import Any
 
 STRING = frozenset({"string"})
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+_WORDS = {  # what schemas that are not JSON schema call their types
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "list": "array", "dict": "object",
+}  # fmt: skip
 _REF_DEPTH = 8
 _PARTS = 200  # parts of a schema that are looked at for one parameter
 _LITERAL_LIMIT = 1 << 20  # characters that are read as a Python literal
@@ -38,7 +42,9 @@ def types(schema: Any, root: Any, seen: set[int] | None = None) -> frozenset[str
     seen.add(id(schema))
     found: set[str] = set()
     named = schema.get("type")
-    found.update(name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+    found.update(
+        _WORDS.get(name, name) for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)
+    )
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     if not found:
         found.update(_type(value) for value in [*values, *([schema["const"]] if "const" in schema else [])])
