@@ -34,7 +34,7 @@ GUIDE = "\n".join(
 def server() -> Iterator[Server]:
     options = (
         "--dtype", "float32", "--max-model-len", 4000, "--max-num-seqs", 2, "--num-pages", 300, "--buckets", "1,64,256",
-        "--max-num-batched-tokens", 256, "--tool-call-parser", "hermes",
+        "--max-num-batched-tokens", 256,
     )  # fmt: skip
     with Server("smollm2", *options) as server:
         yield server.ready()

@@ -46,6 +46,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
     (("<tool_call>",), "hermes", "qwen3"),
     (("<|python_start|>",), "pythonic", None),
     (("<|python_tag|>",), "llama3_json", None),
+    (("named SmolLM",), "hermes", None),  # its template writes no calls, and its model card says how it was taught them
 )
 # Of a model whose template shows none of them, by the beginning of its architecture.
 _ARCHITECTURES: tuple[tuple[str, str | None, str | None], ...] = (
