@@ -96,8 +96,9 @@ fuzz: install ## 10,000 random programs, and all mutants of golden programs
 	$(BIN)/python -m tokenspeed.compiler.mutate --programs 2000 --jobs $(JOBS)
 
 .PHONY: fuzz-http
-fuzz-http: install ## 100,000 damaged requests of agents to a server whose core echoes
+fuzz-http: install ## 100,000 damaged requests of agents, and 1,000 drawn ones an operation, to a server whose core echoes
 	$(BIN)/python tests/front/test_front_fuzz.py --requests 100000
+	TOKENSPEED_HTTP_EXAMPLES=1000 $(BIN)/python -m pytest --timeout 0 tests/front/test_front_openapi.py
 
 .PHONY: fuzz-parsers
 fuzz-parsers: install ## 100,000 mutated model outputs through every parser of calls and reasoning

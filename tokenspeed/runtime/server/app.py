@@ -40,15 +40,15 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
     errors.install(app)
     served = Served(llm, config)
 
-    @app.post("/v1/chat/completions", responses=errors.RESPONSES)
+    @app.post("/v1/chat/completions", responses=errors.STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await chat_completions(served, body, request)
 
-    @app.post("/v1/completions", responses=errors.RESPONSES)
+    @app.post("/v1/completions", responses=errors.STREAMED)
     async def text(body: CompletionRequest, request: Request) -> Response:
         return await completions(served, body, request)
 
-    @app.post("/v1/messages", responses=errors.RESPONSES)
+    @app.post("/v1/messages", responses=errors.STREAMED)
     async def message(body: MessagesRequest, request: Request) -> Response:
         return await messages(served, body, request)
 

@@ -59,9 +59,23 @@ _BODY = {
     },
 }
 _SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
+_EVENT = {  # each of a stream's
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]"}},
+}
 RESPONSES: dict[int | str, dict[str, Any]] = {  # of a route, for /openapi.json
     status: {"description": text, "content": {"application/json": {"schema": _SCHEMA}}}
     for status, text in (("4XX", "The request is refused"), ("5XX", "The server cannot, or did not, answer it"))
+}
+STREAMED = RESPONSES | {  # of one that answers in events where `stream` is true
+    200: {
+        "description": "The answer, whole or as server-sent events",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": _EVENT},
+        },
+    }
 }
 
 

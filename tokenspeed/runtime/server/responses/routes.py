@@ -10,7 +10,7 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.errors import EngineError, GenerationError, QueueFullError, RequestError, UnavailableError
-from tokenspeed.runtime.server.errors import RESPONSES
+from tokenspeed.runtime.server.errors import RESPONSES, STREAMED
 from tokenspeed.runtime.server.responses.answer import Answer
 from tokenspeed.runtime.server.responses.items import Item
 from tokenspeed.runtime.server.responses.request import NAMES, ResponsesRequest
@@ -91,11 +91,11 @@ def install(app: FastAPI, served: Served) -> None:
     """The routes."""
     store = Store(served.config.response_store_mib << 20)
 
-    @app.post("/v1/responses", responses=RESPONSES)
+    @app.post("/v1/responses", responses=STREAMED)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         return await responses(served, store, body, request)
 
-    @app.get("/v1/responses/{response_id}", responses=RESPONSES)
+    @app.get("/v1/responses/{response_id}", responses=STREAMED)
     async def retrieve(response_id: str) -> Response:
         return json_response(store.get(response_id).response)
 
