@@ -25,6 +25,7 @@ from tokenspeed.runtime.parsers import (
     FreeformInput,
     Reasoning,
     Tool,
+    families,
     make_parser,
 )
 from tokenspeed.runtime.parsers.writing import calls_text
@@ -189,3 +190,31 @@ def test_a_bare_value_has_the_type_of_its_schema(schema: Any, text: str, value: 
         pieces = parse(make_parser("minimax_m2", None, tools=[tool]), chunks)
         (arguments,) = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
         assert json.loads(arguments) == {"a": value} and type(json.loads(arguments)["a"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "template", "found"),
+    [
+        ("LlamaForCausalLM", "{{ x }}", (None, None)),
+        ("Qwen3ForCausalLM", "<tool_call> <think>", ("hermes", "qwen3")),
+        ("Qwen2ForCausalLM", "<tool_call>", ("hermes", None)),
+        (
+            "LlamaForCausalLM",
+            '{"name": function name, "parameters": dictionary of argument name and its value}',
+            ("llama3_json", None),
+        ),
+        ("GraniteForCausalLM", "{% if thinking %}<think>{% endif %}", (None, "qwen3")),
+        ("DeepseekV3ForCausalLM", "<｜tool▁calls▁begin｜> <think>", ("deepseek_v31", "deepseek_r1")),
+        ("DeepseekV3ForCausalLM", "<｜tool▁calls▁begin｜> ```json </think>", ("deepseek_v3", "qwen3")),
+        ("DeepseekV3ForCausalLM", "", ("deepseek_v31", "deepseek_r1")),
+        ("DeepseekV3ForCausalLM", "{{ of no sign }}", ("deepseek_v31", None)),
+        ("GptOssForCausalLM", "", ("gpt-oss", "gpt_oss")),
+        ("Glm4MoeForCausalLM", "<arg_key> <think>", ("glm45", "glm45")),
+        ("MistralForCausalLM", "[TOOL_CALLS] [THINK]", ("mistral", "mistral")),
+        ("MistralForCausalLM", "[TOOL_CALLS]", ("mistral", None)),
+    ],
+)
+def test_parsers_are_picked_by_what_the_template_shows(
+    architecture: str, template: str, found: tuple[Any, Any]
+) -> None:
+    assert families(architecture, template) == found

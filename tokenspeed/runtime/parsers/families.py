@@ -46,6 +46,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
     (("<tool_call>",), "hermes", "qwen3"),
     (("<|python_start|>",), "pythonic", None),
     (("<|python_tag|>",), "llama3_json", None),
+    (('"parameters": dictionary of argument name',), "llama3_json", None),
     (("named SmolLM",), "hermes", None),  # its template writes no calls, and its model card says how it was taught them
 )
 # Of a model whose template shows none of them, by the beginning of its architecture.
@@ -71,8 +72,8 @@ def make_parser(
 ) -> OutputParser:
     """The parser of one choice.
 
-    `tool` and `reasoning` are names of TOOL_PARSERS and REASONING_PARSERS, or others of names.py, None for none. Without `tools` calls stay
-    content. `prompt` is the rendered prompt: its end tells whether the model is already thinking. `forced` says that
+    `tool` and `reasoning` are names of TOOL_PARSERS and REASONING_PARSERS, or others of names.py, None for none. Without
+    `tools` calls stay content. `prompt` is the rendered prompt: its end tells whether the model is already thinking. `forced` says that
     a call must come (tool_choice required or named), so its notation also ends reasoning.
     """
     tool, reasoning = tool and tool_parser(tool), reasoning and reasoning_parser(reasoning)
@@ -112,7 +113,7 @@ def families(architecture: str, template_source: str) -> tuple[str | None, str |
     """(tool parser, reasoning parser) of a model, by its config's architecture and its chat template's text.
 
     The template counts, since it says what the model was taught to write; where it shows no calls, the architecture.
-    A model whose template shows tags of thinking only gets the reasoning parser of these tags.
+    Of thinking the architecture tells only where there is no template.
     """
     thinks = next((name for sign, name in _THINKING_SIGNS if sign in template_source), None)
     for signs, tool, reasoning in _SIGNS:
@@ -121,8 +122,9 @@ def families(architecture: str, template_source: str) -> tuple[str | None, str |
             return tool, reasoning if keeps else thinks
     for name, tool, reasoning in _ARCHITECTURES:
         if architecture.startswith(name):
-            return tool, thinks or reasoning
+            return tool, thinks if template_source else reasoning
     return None, thinks
 
 
-_THINKING_SIGNS = (("◁think▷", "kimi"), ("[THINK]", "mistral"), ("<think>", "deepseek_r1"), ("</think>", "deepseek_r1"))
+# Not deepseek_r1: of a model that may not think at all nothing is thought before it says so.
+_THINKING_SIGNS = (("◁think▷", "kimi"), ("[THINK]", "mistral"), ("<think>", "qwen3"), ("</think>", "qwen3"))
