@@ -86,6 +86,15 @@ def test_control_needs_the_admin_s_key(keyed: AppServer, server: AppServer) -> N
     assert refused.status_code == 403 and "--admin-key" in refused.json()["error"]["message"]
 
 
+def test_weights_are_replaced_by_a_control_call(keyed: AppServer) -> None:
+    update = "/internal/update_weights"
+    assert keyed.post(update, {"path": "fits"}, headers={"X-Api-Key": "user"}).status_code == 401
+    assert keyed.post(update, {"path": "fits", "abort": True}, headers=ADMIN).json() == {"seconds": 0.5}
+    refused = keyed.post(update, {"path": "does not"}, headers=ADMIN)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "path"
+    assert keyed.post(update, {}, headers=ADMIN).status_code == 400
+
+
 @pytest.mark.parametrize("by", ["request", "answer", "all"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_a_request_is_ended_by_its_id_or_its_answer_s(keyed: AppServer, path: str, by: str) -> None:

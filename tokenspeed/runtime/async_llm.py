@@ -8,6 +8,7 @@ server. All methods run on one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -102,6 +103,10 @@ class AsyncLLM:
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._room = asyncio.Event()
+        self._writer = asyncio.Lock()  # of one that replaces the weights
+        self._open = asyncio.Event()  # requests are taken
+        self._open.set()
+        self._held = 0  # requests that wait for that
         self._structures: StructureCheck | None = None
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._capacity = 0  # choices in flight at most; 0: no bound
@@ -200,11 +205,13 @@ class AsyncLLM:
         if params.structure is not None:
             await self._check_structure(params.structure)
         tokens = params.n * sum(len(ids) for ids, _, _ in accepted)
+        await self._unlocked()
         while not self._has_room(params.n * len(prompts), tokens):
             if not wait:
                 raise self._full()
             self._room.clear()
             await self._room.wait()
+            await self._unlocked()
         client = self._connected()  # it may have died while this waited
         return [self._send(client, *one, params, priority, cache_salt, kept) for one in accepted]
 
@@ -285,6 +292,34 @@ class AsyncLLM:
         client.send(Control(call_id, name, args))
         return await future
 
+    async def update_weights(self, path: str, *, abort: bool = False, patience: float = 60.0) -> dict[str, Any]:
+        """Replace the model's weights by those of a checkpoint of the same configuration (directory or .gguf).
+
+        A writer among the requests, which are readers: those in flight end first (`abort`: at once), for up to `patience`
+        seconds; those that come meanwhile wait, and get the new weights. Prefix caches are emptied. Raises RequestError with
+        the reason, and the old weights go on; UnavailableError where requests did not end in time.
+        """
+        async with self._writer:
+            self._open.clear()
+            try:
+                if abort:
+                    self.abort_all()
+                deadline = time.monotonic() + patience
+                while self._live:
+                    self._room.clear()
+                    if (left := deadline - time.monotonic()) <= 0:
+                        raise UnavailableError(
+                            f"{self.in_flight} requests did not end within {patience:g} s: try abort"
+                        )
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._room.wait(), left)
+                return await self.control("update_weights", path=path)
+            except EngineError as fault:
+                known = isinstance(fault, UnavailableError)
+                raise fault if known else RequestError(fault.message, param="path") from None
+            finally:
+                self._open.set()
+
     def abort_all(self, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End every request in flight, each with its terminal delta."""
         for request_id in list(self._live):
@@ -340,6 +375,18 @@ class AsyncLLM:
             return False
         bound = self.config.max_queued_tokens
         return not (self._waiting_tokens and bound and self._waiting_tokens + prompt_tokens > bound)
+
+    async def _unlocked(self) -> None:
+        """Wait while the weights are replaced, as many as may queue."""
+        if self._open.is_set():
+            return
+        if self._capacity and self._held >= self._capacity:
+            raise self._full()
+        self._held += 1
+        try:
+            await self._open.wait()
+        finally:
+            self._held -= 1
 
     def _full(self) -> QueueFullError:
         return QueueFullError(f"{self.in_flight} requests are in flight already: try again later")

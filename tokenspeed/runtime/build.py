@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenspeed import _scheduler
 from tokenspeed.compiler.artifact import Artifact, is_artifact
-from tokenspeed.runtime.checkpoint import CheckpointError, checkpoint_of, context_length
+from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, default_page, open_artifact
@@ -44,6 +44,7 @@ class Built:
     summary: dict[str, Any]
     tokenizer: Callable[[], Tokenizer | None]  # loads it: only structured output needs it here
     kv_events: int = 0  # kept for routers
+    stored: bool = False  # pages outlive the engine
 
 
 def build_engine(config: EngineConfig) -> Built:
@@ -60,12 +61,7 @@ def build_engine(config: EngineConfig) -> Built:
         )
     weights = artifact.checkpoint()
     checkpoint = checkpoint_of(weights)
-    for field in artifact.manifest["config"]:
-        have, want = checkpoint.config.get(field), artifact.manifest["config"][field]
-        if have != want:
-            raise StartupError(
-                f"{path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again"
-            )
+    check_config(artifact, checkpoint)
     m = artifact.manifest
     if not config.page_size:
         config = dataclasses.replace(config, page_size=default_page(m["device"]))
@@ -135,8 +131,18 @@ def build_engine(config: EngineConfig) -> Built:
     }  # fmt: skip
     return Built(
         scheduler, started, artifact, length, vocab, pages * config.page_size, summary, lambda: load_tokenizer(config),
-        config.kv_events,
+        config.kv_events, bool(config.kv_storage),
     )  # fmt: skip
+
+
+def check_config(artifact: Artifact, checkpoint: Checkpoint) -> None:
+    """StartupError where an artifact was compiled for another configuration than a checkpoint has."""
+    for field in artifact.manifest["config"]:
+        have, want = checkpoint.config.get(field), artifact.manifest["config"][field]
+        if have != want:
+            raise StartupError(
+                f"{artifact.path} was compiled for {field}={want!r}, the checkpoint's configuration says {have!r}; compile it again"
+            )
 
 
 def find_artifact(config: EngineConfig) -> Path:

@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed.runtime.build import Built, build_engine
+from tokenspeed.ir.errors import TokenSpeedError
+from tokenspeed.runtime.build import Built, build_engine, check_config
+from tokenspeed.runtime.checkpoint import open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.executor import StepResult
 from tokenspeed.runtime.grammar.core import CoreGrammars
 from tokenspeed.runtime.grammar.matcher import Matcher
@@ -72,6 +75,7 @@ class EngineLoop:
     def __init__(self, built: Built, depth: int, inbox: Inbox, outbox: Outbox) -> None:
         self.scheduler: Any = built.scheduler
         self.ranks: Ranks = built.ranks
+        self.artifact, self.stored = built.artifact, built.stored
         self.table = SamplingTable(built.vocab_size)
         self.depth, self.inbox, self.outbox = depth, inbox, outbox
         self.grammars = CoreGrammars(built.tokenizer)
@@ -186,6 +190,8 @@ class EngineLoop:
             self._answer(m, lambda: self.events.since(int(m.args["since"])))
         elif m.name == "flush_cache":
             self._answer(m, lambda: {"pages": self.scheduler.flush_cache(**m.args)})
+        elif m.name == "update_weights":
+            self._answer(m, lambda: self._update_weights(str(m.args["path"])))
         elif m.name == "check":
             self.scheduler.check()
             self.outbox.put(Reply(m.call_id, {"requests": self.scheduler.snapshot()}))
@@ -194,11 +200,26 @@ class EngineLoop:
         else:
             self.outbox.put(Reply(m.call_id, error=f"unknown control call {m.name!r}"))
 
+    def _update_weights(self, path: str) -> dict[str, Any]:
+        """Other weights for the same programs. What was computed with the old ones goes: the front has let its requests end."""
+        while self.flying:  # of requests that have ended
+            self._collect()
+        if self._has_work() or self.grammars.waiting:
+            raise ValueError("requests are running: weights are replaced between requests")
+        if self.stored:
+            raise ValueError("kv_storage keeps pages of the weights it was started with: start anew with the others")
+        began = self.pace.clock()
+        checkpoint = open_checkpoint(path)
+        check_config(self.artifact, checkpoint)
+        self.ranks.update(checkpoint.note())
+        self.scheduler.flush_cache()
+        return {"seconds": self.pace.clock() - began}
+
     def _answer(self, m: Control, call: Callable[[], dict[str, Any]]) -> None:
         """A call whose arguments may be wrong, which is told and no more."""
         try:
             self.outbox.put(Reply(m.call_id, call()))
-        except (ValueError, TypeError, OverflowError) as fault:
+        except (ValueError, TypeError, OverflowError, EngineError, TokenSpeedError, OSError) as fault:
             self.outbox.put(Reply(m.call_id, error=str(fault)))
         except KeyError as fault:
             self.outbox.put(Reply(m.call_id, error=f"{m.name} needs the argument {fault}"))

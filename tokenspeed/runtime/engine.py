@@ -235,6 +235,10 @@ class Engine:
         """A call into the engine core: stats, flush_cache."""
         return self._run(self._llm.control(name, **args))
 
+    def update_weights(self, path: str, *, abort: bool = False) -> dict[str, Any]:
+        """Replace the weights by those of another checkpoint of the same configuration (see AsyncLLM.update_weights)."""
+        return self._run(self._llm.update_weights(path, abort=abort))
+
     def close(self) -> None:
         """End the core and the background thread. Idempotent."""
         if self._closed or os.getpid() != self._pid:  # a fork leaves it to its owner

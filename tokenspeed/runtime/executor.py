@@ -30,7 +30,7 @@ from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import Checkpoint
-from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.errors import EngineError, StartupError
 from tokenspeed.runtime.kv.tiers import RankTiers
 from tokenspeed.runtime.loader import load_weights
 from tokenspeed.runtime.progress import Progress
@@ -156,6 +156,7 @@ class Executor:
             artifact.weights, checkpoint, config.rank, lambda d, n: progress("load", d, n), self.device,
             config.max_model_len,
         )  # fmt: skip
+        self._loaded: dict[str, Any] = {}  # weights that may replace those
         self.ports = self._ports()
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.programs: dict[tuple[str, int], Emitted] = {}
@@ -294,6 +295,25 @@ class Executor:
                 lps.clone().numpy(),
             )
         return result
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Reads other weights beside those that serve; `adopt` takes them. Raises CheckpointError or EngineError."""
+        if self.device.type != "cpu":
+            raise EngineError(
+                "weights are replaced on CPU alone: a captured graph reads those that it was captured with"
+            )
+        self._loaded = load_weights(
+            self.artifact.weights, checkpoint, self.config.rank, device=self.device, length=self.config.max_model_len
+        )
+
+    def adopt(self, keep: bool) -> None:
+        """Takes the weights that were loaded, or forgets them. No step runs meanwhile."""
+        if keep:
+            self.params.update(self._loaded)
+            self.programs.clear()  # they hold the weights in their kernels' own layout
+            for variant in self.artifact.manifest["variants"]:
+                self.program(variant, self.max_t)
+        self._loaded = {}
 
     def _await_loads(self, step: Step) -> None:
         """What follows reads pages that come from the host tier."""

@@ -76,7 +76,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Control:
-    """A call into the core: `name` one of stats, scheduler, kv_events, flush_cache, shutdown. Answered by one `Reply`."""
+    """A call into the core: `name` one of stats, scheduler, kv_events, flush_cache, update_weights, shutdown. Answered by one `Reply`."""
 
     call_id: int
     name: str

@@ -16,7 +16,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -222,6 +222,19 @@ class Ranks:
                 self._send(conn, message)
         return step
 
+    def update(self, note: Mapping[str, Any]) -> None:
+        """Replaces the weights of all ranks by those of a checkpoint's note, or of none: then the first reason is raised. No
+        step is in flight."""
+        for _, conn in self.workers:
+            self._send(conn, pickle.dumps(dict(note)))
+        reasons = [_loaded(self.executor, note)] + [self._receive(conn)[1] for _, conn in self.workers]
+        reason = next((r for r in reasons if r), "")
+        for _, conn in self.workers:
+            self._send(conn, pickle.dumps(not reason))
+        self.executor.adopt(not reason)
+        if reason:
+            raise EngineError(reason)
+
     def launch(self, step: Step) -> Callable[[], list[StepResult]]:
         """Starts a published step on this rank; the call of what it returns waits for the results of all home groups,
         in group order. Steps are waited for in the order of their launch."""
@@ -314,6 +327,10 @@ def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_byte
             assert executor.tiers is not None
             executor.tiers.start(content)
             continue
+        if isinstance(content, dict):
+            conn.send(("loaded", _loaded(executor, content)))
+            executor.adopt(pickle.loads(conn.recv_bytes()))
+            continue
         slot, number, digest, variant, params, ops, loads = content
         start = slot * slot_bytes
         plan = _scheduler.Plan.unpack(_slot(memory, start, slot_bytes))
@@ -324,6 +341,15 @@ def _serve(executor: Executor, conn: Connection, memory: SharedMemory, slot_byte
         result = executor.run(Step(plan.bucket, plan.rows, variant, arrays_of(plan), params, ops, loads))
         if reports:
             conn.send(("result", result))
+
+
+def _loaded(executor: Executor, note: Mapping[str, Any]) -> str:
+    """Has a rank read other weights; "", or why it cannot."""
+    try:
+        executor.load(checkpoint_of(note))
+    except (EngineError, TokenSpeedError, OSError) as fault:
+        return str(fault)
+    return ""
 
 
 def _answering(config: RankConfig, executor: Executor, answers: Connection) -> None:

@@ -21,6 +21,13 @@ class AbortRequest(Body):
     abort_all: bool | None = None
 
 
+class UpdateWeightsRequest(Body):
+    """POST /internal/update_weights: other weights of the same configuration."""
+
+    path: str
+    abort: bool | None = None  # what is in flight ends at once
+
+
 def install(app: FastAPI, served: Served) -> None:
     """The routes."""
     llm = served.llm
@@ -44,3 +51,7 @@ def install(app: FastAPI, served: Served) -> None:
     @app.post("/internal/flush_cache", responses=RESPONSES)
     async def flush_cache() -> Response:
         return json_response(await llm.control("flush_cache"))
+
+    @app.post("/internal/update_weights", responses=RESPONSES)
+    async def update_weights(body: UpdateWeightsRequest) -> Response:
+        return json_response(await llm.update_weights(body.path, abort=bool(body.abort)))
