@@ -2,11 +2,12 @@
 //
 //   http_load PORT PATH BODY_STREAM BODY_PROBE STREAMS RATE WARM SECONDS
 //
-// STREAMS connections each send BODY_STREAM again and again; beside them BODY_PROBE is sent at random times, RATE a second
-// (Poisson), or with RATE 0 one after the other. Bodies are files. After WARM seconds it prints "begin" and measures for SECONDS:
+// STREAMS connections each send BODY_STREAM again and again; beside them BODY_PROBE is sent at random times, RATE a
+// second (Poisson), or with RATE 0 one after the other. Bodies are files. After WARM seconds it prints "begin" and
+// measures for SECONDS:
 //   {"first_byte_us": [...], "events": N, "cpu_seconds": S, "wall_seconds": S, "faults": N}
-// first_byte_us: a probe written to the first byte of its first event. events: of streams and probes. A response that is not
-// 200, or a connection that closes, is a fault.
+// first_byte_us: a probe written to the first byte of its first event. events: of streams and probes. A response that
+// is not 200, or a connection that closes, is a fault.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>

@@ -228,6 +228,24 @@ def test_wrong_options() -> None:
         make(host="0.0.0.0")
 
 
+@pytest.mark.parametrize("core", ["inproc", "process"])
+def test_b69_an_engine_closed_under_two_iterators_ends_both(core: str) -> None:
+    """transformers#40479: a shutdown that hangs, or loses what another request has made."""
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    with make(core=core) as engine:
+        streams = [
+            engine.generate(input_ids=[scripted_core.SLOW, n], sampling_params=long, stream=True) for n in (5, 6)
+        ]
+        got = [[next(stream)] for stream in streams]
+        engine.close()
+        for deltas, stream in zip(got, streams):
+            deltas += stream
+    for n, deltas in zip((5, 6), got):
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert 0 < len(tokens) < 400 and tokens == ([scripted_core.SLOW, n] * 200)[: len(tokens)]
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["abort"]
+
+
 def test_use_after_close() -> None:
     engine = make()
     engine.close()

@@ -106,7 +106,7 @@ def test_a_log_that_nobody_reads_forgets_and_says_so() -> None:
     assert engine(kv_events=0).scheduler.kv_events() == []
 
 
-def test_four_bits_of_a_key_share_nothing_wrongly() -> None:
+def test_b81_four_bits_of_a_key_share_nothing_wrongly() -> None:
     """openvino.genai#3722, vllm#12621: pages found by a hash that was not checked. The executor reads every context."""
     e, rng = engine(hash_bits=4, num_pages=20, host_pages=30, max_seq_len=40), random.Random(3)
     for i in range(120):

@@ -68,7 +68,7 @@ def test_no_request_waits_while_three_pools_of_later_arrivals_finish(in_flight: 
 
 
 @pytest.mark.parametrize("host", [0, 3, 24])
-def test_three_requests_in_a_pool_for_two(host: int) -> None:
+def test_b78_three_requests_in_a_pool_for_two(host: int) -> None:
     """vllm#41951, vllm#25538: the oldest progresses at every step, and nobody resumes without room for its prefill."""
     e = engine(num_pages=12, max_seq_len=22, host_pages=host, write_back_pages=2)
     for i in range(3):

@@ -28,7 +28,7 @@ def cached(e: Engine, id: int, prompt: list[int], **rest) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("length", range(1, 17))
-def test_a_hit_leaves_one_token(page_size: int, length: int) -> None:
+def test_b71_a_hit_leaves_one_token(page_size: int, length: int) -> None:
     """nano-vllm#144, dynamo#13312: k * page tokens sent twice; 13 tokens with page 4 reuse 12."""
     e = engine(page_size)
     prompt = LONG[:length]
@@ -37,13 +37,13 @@ def test_a_hit_leaves_one_token(page_size: int, length: int) -> None:
     assert e.scheduler.cached_prefix(np.array(prompt, np.int32)) == (length - 1) // page_size * page_size
 
 
-def test_reuse_of_13_tokens_with_page_4_is_12() -> None:
+def test_b76_reuse_of_13_tokens_with_page_4_is_12() -> None:
     e = engine(4)
     cached(e, 0, LONG[:13])
     assert cached(e, 1, LONG[:13]) == 12
 
 
-def test_keys_shorter_than_a_page_match_nothing() -> None:
+def test_b73_b75_keys_shorter_than_a_page_match_nothing() -> None:
     """sglang#10637, sglang#28692: a key cut to nothing matched, a partial page made an empty node."""
     e = engine(8)
     cached(e, 0, LONG[:16])
@@ -53,7 +53,7 @@ def test_keys_shorter_than_a_page_match_nothing() -> None:
     assert e.scheduler.stats()["kv_pages_cached"] == 2 + 1 + 1  # no node for a part of a page
 
 
-def test_branches_share_their_stem_once() -> None:
+def test_b74_branches_share_their_stem_once() -> None:
     """sglang#35270: pages shared by two branches were counted twice as evictable."""
     e = engine(4)
     for i, tail in enumerate(([9, 9, 9, 9, 9], [8, 8, 8, 8, 8])):
@@ -159,7 +159,7 @@ def test_cached_tokens_are_counted_once() -> None:
     assert (stats["prefix_query_tokens"], stats["prefix_hit_tokens"]) == (9 + 12, 8)
 
 
-def test_the_used_prefix_survives_eviction() -> None:
+def test_b72_the_used_prefix_survives_eviction() -> None:
     """mini-sglang#52: the lock skipped the node itself, which was then evicted in use."""
     e = engine(4, num_pages=6, max_seq_len=24)
     cached(e, 0, LONG[:13])
@@ -183,7 +183,7 @@ def test_the_least_recently_used_suffix_goes_first() -> None:
     assert hit(2, 2, 2, 2, 2) == 2
 
 
-def test_page_keys_are_bytes_for_ever() -> None:
+def test_b80_page_keys_are_bytes_for_ever() -> None:
     """LMCache#2136, LMCache#2979: keys that differ from process to process."""
     code = (
         "import numpy as np; from tokenspeed._scheduler import page_keys;"

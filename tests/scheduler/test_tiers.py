@@ -47,7 +47,7 @@ def test_a_page_evicted_from_the_device_comes_back_from_the_host() -> None:
     assert (stats["hit_tokens_device"], stats["hit_tokens_host"], stats["prefix_hit_tokens"]) == (16, 8, 24)
 
 
-def test_a_hit_is_counted_once_over_all_tiers() -> None:
+def test_b77_a_hit_is_counted_once_over_all_tiers() -> None:
     """sglang#26976: tier hits counted once a chunk."""
     storage: dict[bytes, Page] = {}
     turn(engine(storage), 0, LONG[:13])
@@ -235,7 +235,7 @@ def test_finished_requests_leave_their_pages_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("answer", ["late", "never whole", "twice"])
-def test_a_prefetch_of_a_request_that_ended_gives_its_pages_back_when_it_returns(answer: str) -> None:
+def test_b82_a_prefetch_of_a_request_that_ended_gives_its_pages_back_when_it_returns(answer: str) -> None:
     """vllm#46283, vllm-ascend#16662: a wait for remote pages was aborted, and its pages were never freed."""
     e = engine({}, max_queued_requests=1)
     e.patient = True
