@@ -128,6 +128,8 @@ def test_b54_whitespace_is_bounded(grammars: Grammars) -> None:
     for structure in schemas:
         for before in ("{", '{"a":', '{"a":1', '{"a":1,', '{"a":[', '{"a":[1,'):
             assert takes(grammars, structure, before + " " * 99) == len(before) + WHITESPACE
+            assert takes(grammars, structure, before + "\r\n" + " " * 99) == len(before) + 2 + WHITESPACE
+            assert takes(grammars, structure, before + "\n\n") == len(before) + 1
             assert takes(grammars, dataclasses.replace(structure, whitespace=0), before + "\n") == len(before)
         assert takes(grammars, structure, " {") == 0
         assert fed(grammars, structure, b'{ "a" : [1 , {}] , "b":"x"}').done

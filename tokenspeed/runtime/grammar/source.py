@@ -53,7 +53,7 @@ def grammar_of(s: Structure) -> str:
 
 def _any_json(top: str, whitespace: int) -> str:
     text = _ANY_JSON.replace("{top}", top).replace("{ws}", "WS?" if whitespace else "")
-    return text + (rf"WS: /[ \n\r\t]{{1,{whitespace}}}/" if whitespace else "")
+    return text + (rf"WS: /\r?\n[ \t]{{0,{whitespace}}}|[ \t]{{1,{whitespace}}}/" if whitespace else "")
 
 
 def _lark(text: str) -> str:

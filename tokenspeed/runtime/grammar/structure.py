@@ -20,7 +20,7 @@ MAX_SOURCE = 1 << 18  # bytes of a source
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_CHOICES = 4096
 MAX_WHITESPACE = 1024
-WHITESPACE = 24  # characters in a row between two parts of a JSON value: a line's end and an indent that people write
+WHITESPACE = 24  # blanks in a row between two parts of a JSON value, behind a line's end: an indent that people write
 PARAM = "structured_outputs"  # what errors name
 
 
@@ -32,7 +32,7 @@ class Structure:
     matches; choice: a JSON list of strings, one of which the output is; grammar: a Lark or GBNF grammar; lark: a grammar in
     the engine's own form of Lark, as tool parsers write it; structural_tag: a JSON object of tags with schemas (SGLang).
 
-    `whitespace` is how many characters of it may stand in a row between two parts of a JSON value (0: none at all). `after` is
+    `whitespace`: between two parts of a JSON value stand a line's end at most and so many blanks (0: nothing at all). `after` is
     a text that ends what comes before the structure, such as the end of reasoning: the output is free until it has appeared.
     `param` is the field of the request that asked for it: what errors name.
     """
@@ -95,7 +95,7 @@ def json_options(whitespace: int) -> dict[str, Any]:
     """What llguidance is told of whitespace in JSON, beside a schema."""
     if not whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{whitespace}}}"}
+    return {"whitespace_pattern": rf"(\r?\n)?[ \t]{{0,{whitespace}}}"}
 
 
 def check_schema(schema: Any) -> None:
