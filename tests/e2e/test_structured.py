@@ -82,7 +82,7 @@ def test_structures_hold_at_every_depth_layout_and_chunk(model: Path, engine: En
     wanted = run(engine, MIXED)
     check_mixed(wanted)
     assert tokens([run(engine, [p])[0] for p in MIXED]) == tokens(wanted)  # alone, and from the prefix cache
-    for options in ({"overlap_depth": 0}, {"prefill_chunk": 3}, {"mesh": "tp=2"}, {"num_pages": 8}):
+    for options in ({"overlap_depth": 0}, {"prefill_chunk": 3}, {"mesh": "tp=2"}, {"mesh": "dp=2"}, {"num_pages": 8}):
         with Engine(str(model), **{**OPTIONS, **options}) as other:
             assert tokens(run(other, MIXED)) == tokens(wanted), options
 
