@@ -270,6 +270,12 @@ def test_the_client_replays_what_it_was_given(player: AppServer, client: Any) ->
     assert means[1]["reasoning_content"] == THOUGHT and len(means[1]["tool_calls"]) == len(means[2:]) == 2
 
 
+def test_the_client_lists_the_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2", "claude-haiku"]
+    model = client.models.retrieve("claude-haiku")
+    assert (model.type, model.display_name) == ("model", "claude-haiku") and model.created_at.year >= 2024
+
+
 def test_the_client_raises_its_own_errors(player: AppServer, client: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):

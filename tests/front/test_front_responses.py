@@ -194,6 +194,29 @@ def test_what_is_wrong_is_named(player: AppServer, more: dict[str, Any], param: 
     assert param in response.json()["error"]["message"] or param == "previous_response_id"
 
 
+def test_tools_of_a_namespace(player: AppServer) -> None:
+    """As Codex CLI sends those of an MCP server: the model sees one name, the client gets both back."""
+    space = {"type": "namespace", "name": "weather", "description": "", "tools": [FLAT_TOOLS[1], APPLY_PATCH]}
+    body = request(RESPONSES) | {"tools": [FLAT_TOOLS[0], space]}
+    player.play(NOW.replace("now", "weather__now") + PATCHING.replace("apply_patch", "weather__apply_patch") + CALL)
+    final = streamed(player, RESPONSES, body)
+    assert [(item["name"], item.get("namespace")) for item in final["output"]] == [
+        ("now", "weather"), ("apply_patch", "weather"), ("get_weather", None),
+    ]  # fmt: skip
+    assert final["output"][1]["input"] == PATCH
+    past = conversation(None, final["output"])
+    assert [call["function"]["name"] for call in past[0]["tool_calls"]] == [
+        "weather__now", "weather__apply_patch", "get_weather",
+    ]  # fmt: skip
+    for change, param in (
+        ({"tools": [5]}, "tools[0].tools"),
+        ({"name": ""}, "tools[0].name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].tools[0].name"),
+    ):
+        wrong = player.post(RESPONSES, request(RESPONSES) | {"tools": [{**space, **change}]})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == param
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import scripted_core
@@ -279,6 +283,48 @@ def test_a_fault_in_the_middle_ends_a_stream_in_the_wire_s_own_form(player: AppS
         assert found[-1].get("type") == ("error" if wire == MESSAGES else None)
     whole = player.post(wire, request(wire))
     assert whole.status_code == 500 and whole.json()["error"]["message"] == "the play is over"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_b66_a_client_that_leaves_is_noticed(player: AppServer, wire: str, stream: bool) -> None:
+    before = player.core_stats()["aborts"]
+    scripted_core.PLAYS.append([scripted_core.SLOW] * 3000)
+    with (
+        pytest.raises(httpx.TimeoutException) if not stream else contextlib.nullcontext(),
+        httpx.stream(
+            "POST", player.url + wire, json=request(wire, stream=stream, max_tokens=2500), timeout=0.2
+        ) as response,
+    ):
+        next(response.iter_bytes())
+    deadline = time.monotonic() + 10
+    while player.life.active or player.core_stats()["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert player.core_stats()["aborts"] == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_the_server_ends_is_told_in_the_wire_s_own_form(player: AppServer, wire: str, stream: bool) -> None:
+    scripted_core.PLAYS.append([scripted_core.SLOW] * 3000)
+    timer = threading.Timer(0.15, lambda: player.loop.call_soon_threadsafe(player.llm.abort_all))
+    timer.start()
+    response = player.post(wire, request(wire, stream=stream, max_tokens=2500))
+    timer.join()
+    if wire == CHAT:
+        ends = [choice["finish_reason"] for event in events(response) for choice in event["choices"]] if stream else [
+            response.json()["choices"][0]["finish_reason"]
+        ]  # fmt: skip
+        assert ends[-1] == "abort"
+    elif not stream:
+        assert response.status_code == 503, response.text
+        assert "ended this request" in response.json()["error"]["message"]
+    elif wire == MESSAGES:
+        assert events(response)[-1]["error"]["type"] == "overloaded_error"
+    else:
+        last = events(response)[-1]
+        assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
 
 
 @pytest.mark.parametrize("wire", WIRES)

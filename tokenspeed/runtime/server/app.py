@@ -72,7 +72,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [served.model_object(name) for name in served.names]})
+        return json_response(served.model_list())
 
     @app.get("/v1/models/{model_id:path}", responses=errors.RESPONSES)
     async def model(model_id: str) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -95,9 +96,15 @@ class Served:
             raise ModelNotFound(f"no such model here; this server has {', '.join(self.names)}", param="model")
 
     def model_object(self, name: str) -> dict[str, Any]:
-        """A model as /v1/models lists it."""
+        """A model as /v1/models lists it: the fields that OpenAI's clients know, and those that Anthropic's do."""
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "tokenspeed"}
-        return {**card, "max_model_len": self.llm.max_len}
+        began = datetime.datetime.fromtimestamp(self.created, datetime.UTC).isoformat()
+        return {**card, "type": "model", "display_name": name, "created_at": began, "max_model_len": self.llm.max_len}
+
+    def model_list(self) -> dict[str, Any]:
+        """All names."""
+        ends = {"has_more": False, "first_id": self.names[0], "last_id": self.names[-1]}
+        return {"object": "list", "data": [self.model_object(name) for name in self.names], **ends}
 
 
 def _picked(option: str, family: str | None) -> str | None:

@@ -167,9 +167,11 @@ class Answer:
         status = "in_progress" if begun else "incomplete" if block.cut else "completed"
         head = {"id": self._id(block), "status": status}
         if block.kind == "call":
+            namespace, name = self._body.namespace_of(block.name)
+            head |= {"call_id": block.id, "name": name, **({"namespace": namespace} if namespace else {})}
             if block.custom:
-                return {**head, "type": "custom_tool_call", "call_id": block.id, "name": block.name, "input": text}
-            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": text}
+                return {**head, "type": "custom_tool_call", "input": text}
+            return {**head, "type": "function_call", "arguments": text}
         content = [] if begun else [self._part(block, text)["part"]]
         if block.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}

@@ -36,7 +36,8 @@ def as_items(given: str | Sequence[Item]) -> list[Item]:
 def joined_name(item: Item) -> Any:
     """The name that the model knows a call's tool by: a tool of a namespace has it in its name."""
     name, namespace = item.get("name"), item.get("namespace")
-    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+    named = isinstance(name, str) and isinstance(namespace, str) and namespace
+    return f"{namespace}__{name}" if named else name
 
 
 class _Conversation:
@@ -88,7 +89,7 @@ def _add(out: _Conversation, where: str, item: Item) -> None:
         )
     elif kind == "custom_tool_call":
         arguments = freeform_arguments(_string(where, item, "input"))
-        out.call(_string(where, item, "name"), arguments, _string(where, item, "call_id"))
+        out.call(_string(where, {"name": joined_name(item)}, "name"), arguments, _string(where, item, "call_id"))
     elif kind == "local_shell_call":
         action = item.get("action")
         if not isinstance(action, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tokenspeed.runtime.errors import RequestError
@@ -11,7 +11,7 @@ from tokenspeed.runtime.parsers import Tool
 from tokenspeed.runtime.sampling_params import SamplingParams
 from tokenspeed.runtime.server.chat.request import tool_choice_of, tool_of
 from tokenspeed.runtime.server.protocol import ACCEPTED_WITHOUT_EFFECT, Body
-from tokenspeed.runtime.server.responses.items import Item, as_items, conversation
+from tokenspeed.runtime.server.responses.items import Item, as_items, conversation, joined_name
 from tokenspeed.runtime.server.turn import ToolChoice, Turn, renamed, thinking
 
 NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
@@ -103,8 +103,31 @@ class ResponsesRequest(Body):
         return ToolChoice("none") if choice.mode == "auto" and not offered else choice
 
     def _tools(self) -> list[Tool]:
-        found: list[Tool] = []
+        """The tools that the model is shown; those of a namespace (an MCP server, say) bear its name in theirs."""
+        return [
+            tool_of(where, {**given, "name": joined_name({**given, "namespace": space})} if space else given)
+            for where, given, space in self._given_tools()
+            if given.get("type") not in BUILT_IN
+        ]
+
+    def namespace_of(self, name: str) -> tuple[str | None, str]:
+        """(namespace, name within it) of a tool by the name that the model knows it by."""
+        for _, given, space in self._given_tools():
+            if space and joined_name({**given, "namespace": space}) == name:
+                return space, given["name"]
+        return None, name
+
+    def _given_tools(self) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+        """(place in the request, tool, its namespace). Raises RequestError."""
         for at, given in enumerate(self.tools or ()):
-            if given.get("type") not in BUILT_IN:
-                found.append(tool_of(f"tools[{at}]", given))
-        return found
+            where = f"tools[{at}]"
+            if given.get("type") != "namespace":
+                yield where, given, None
+                continue
+            space, inner = given.get("name"), given.get("tools")
+            if not isinstance(space, str) or not space:
+                raise RequestError(f"{where}.name must be the namespace's name", param=f"{where}.name")
+            if not isinstance(inner, list) or not all(isinstance(item, dict) for item in inner):
+                raise RequestError(f"{where}.tools must be a list of tools", param=f"{where}.tools")
+            for i, item in enumerate(inner):
+                yield f"{where}.tools[{i}]", item, space
