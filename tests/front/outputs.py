@@ -129,6 +129,15 @@ SAMPLES: tuple[Sample, ...] = (
         called(2, "now", "{}"),
     ),
     sample(
+        "hermes arguments first that are no object",
+        "hermes",
+        None,
+        '<tool_call>{"arguments": "{\\"city\\": \\"Rome\\"}", "name": "get_weather"}</tool_call>'
+        '<tool_call>{"arguments": null, "name": "now"}</tool_call>',
+        called(0, "get_weather", ROME),
+        called(1, "now", "{}"),
+    ),
+    sample(
         "hermes two objects in one block, text behind",
         "hermes",
         None,

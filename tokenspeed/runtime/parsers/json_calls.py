@@ -131,7 +131,7 @@ def json_call(reader: Reader, emitter: Emitter, names: frozenset[str] | None = N
         after = yield from reader.literal(",", "}")
         if after == "}" and name is not None:
             begin(reader, emitter, name, call_id)
-            emitter.arguments("".join(held))
+            emitter.arguments(_text("".join(held)))
             emitter.end()
             return True
         if after != ",":
@@ -175,6 +175,14 @@ def _arguments(reader: Reader, emitter: Emitter) -> Step[None]:
     emitter.end(complete=complete)
 
 
+def _text(raw: str) -> str:
+    """The arguments that a whole JSON value is, as `_arguments` has them; "" stands for none."""
+    if raw.startswith('"'):
+        text = StringText()
+        return text.feed(raw) + text.finish()
+    return raw if raw.startswith(("{", "[")) else ""
+
+
 def _rest(reader: Reader) -> Step[None]:
     """What an object holds after its arguments, which means nothing, and its closing bracket."""
     while True:
@@ -190,20 +198,16 @@ def _rest(reader: Reader) -> Step[None]:
 
 def _objects(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
     """One object after another."""
-    begun = False
-    while True:
+    yield from reader.space()
+    begun = goes_on = yield from json_call(reader, emitter)
+    while goes_on:
         yield from reader.space()
-        if begun and (yield from reader.peek()) != "{":
-            return True
-        if not begun:
-            if not (yield from json_call(reader, emitter)):
-                return False
-            begun = True
-        elif not (yield from attempt(reader, emitter, "", _object)):
-            return True
+        goes_on = (yield from reader.peek()) == "{" and (yield from attempt(reader, emitter, "", _object))
+    return begun
 
 
 def _object(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
+    yield from reader.space()
     return (yield from json_call(reader, emitter))
 
 
@@ -211,18 +215,11 @@ def _mistral_call(reader: Reader, emitter: Emitter, marker: str) -> Step[bool]:
     yield from reader.space()
     if (yield from reader.literal("[")) is None:
         return (yield from _named_call(reader, emitter))
-    begun = False
-    while True:
+    begun = goes_on = yield from _object(reader, emitter, marker)
+    while goes_on:
         yield from reader.space()
-        if not begun:
-            if not (yield from json_call(reader, emitter)):
-                return False
-            begun = True
-        elif not (yield from attempt(reader, emitter, "", _object)):
-            return True
-        yield from reader.space()
-        if (yield from reader.literal(",", "]")) != ",":
-            return True
+        goes_on = (yield from reader.literal(",", "]")) == "," and (yield from attempt(reader, emitter, "", _object))
+    return begun
 
 
 _NAME_ENDS = markers("[ARGS]", "[CALL_ID]", "{")
