@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tokenspeed.runtime.messages import Stats
+from tokenspeed.runtime.tallies import Spread, Tally
 
 PREFIX = "tokenspeed:"
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -119,27 +120,29 @@ class Metrics:
         self._request = self._histogram("e2e_request_latency_seconds", "Submission to end", _LATENCY)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of an engine step", _STEP)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model)
+    def _counter(self, name: str, text: str) -> Tally:
+        tally = Tally(PREFIX + name, text, {"model_name": self._model})
+        self.registry.register(tally)
+        return tally
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
-        return metric.labels(self._model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        spread = Spread(PREFIX + name, text, {"model_name": self._model}, buckets)
+        self.registry.register(spread)
+        return spread
 
     def accepted(self, prompt_tokens: int, max_tokens: int) -> None:
         """A request was handed to the core."""
-        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_tokens.add(prompt_tokens)
         self._request_prompt.observe(prompt_tokens)
         self._request_max.observe(max_tokens)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """`count` tokens of one choice, `seconds` after its submission (`first`) or its tokens before."""
-        self._generation_tokens.inc(count)
+        self._generation_tokens.add(count)
         if first:
             self._first_token.observe(seconds)
-            return
-        for _ in range(count):
-            self._inter_token.observe(seconds / count)
+        else:
+            self._inter_token.observe(seconds / count, count)
 
     def finished(self, reason: str, tokens: int, seconds: float) -> None:
         """A choice has ended, `seconds` after its submission."""

@@ -40,6 +40,21 @@ def named_event(payload: dict[str, Any]) -> bytes:
     return b"event: " + payload["type"].encode() + b"\ndata: " + _encode(payload) + b"\n\n"
 
 
+class Frame:
+    """Events that differ in one string: the rest is encoded once."""
+
+    HOLE = "\0hole\0"
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, sample: bytes) -> None:
+        """`sample`: an event with HOLE for that string."""
+        self._head, hole, self._tail = sample.rpartition(_encode(self.HOLE))
+        assert hole, "the sample has the hole"
+
+    def fill(self, text: str) -> bytes:
+        return self._head + _encode(text) + self._tail
+
+
 async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:
     """(position of the stream, delta) as they come; ends when all have ended."""
     if len(streams) == 1:

@@ -18,7 +18,7 @@ from tokenspeed.runtime.server.errors import error_object
 from tokenspeed.runtime.server.render import chat_logprobs, usage_object
 from tokenspeed.runtime.server.run import Choice, Run, begin
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import DONE, EventStream, event, until_disconnect
+from tokenspeed.runtime.server.sse import DONE, EventStream, Frame, event, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
 
@@ -42,6 +42,7 @@ class Answer:
         self._body = body
         self._run = run
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._frames: dict[int, Frame] = {}  # of chunks that only add text, by choice
         self._head = {"id": self.id, "created": int(time.time()), "model": served.model}
 
     def whole(self) -> dict[str, Any]:
@@ -82,8 +83,12 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """chat.completion.chunk events, the last one [DONE]; a fault ends the stream with an error event."""
         body, begun = self._body, set[int]()
+        bare = not (body.logprobs or body.return_token_ids or body.continuous_usage)
         try:
             async for delta, news in self._run:
+                if bare and delta.finish_reason is None and (text := _only_text(news)) is not None:
+                    yield self._frame(delta.index).fill(text)
+                    continue
                 if delta.index not in begun:
                     begun.add(delta.index)
                     yield self._chunk(OutputDelta(delta.index), {"role": "assistant", "content": ""})
@@ -99,6 +104,11 @@ class Answer:
             tail = {**self._head, "object": "chat.completion.chunk", "choices": []}
             yield event({**tail, "usage": usage_object([self._run.usage])})
         yield DONE
+
+    def _frame(self, index: int) -> Frame:
+        if index not in self._frames:
+            self._frames[index] = Frame(self._chunk(OutputDelta(index), {"content": Frame.HOLE}))
+        return self._frames[index]
 
     def _chunk(self, delta: OutputDelta, news: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {
@@ -123,6 +133,13 @@ def _call(block: Block, text: str) -> dict[str, Any]:
     if block.custom:
         return {"id": block.id, "type": "custom", "custom": {"name": block.name, "input": text}}
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": text}}
+
+
+def _only_text(news: list[News]) -> str | None:
+    """The text by which an open text block grew, if nothing else is new: so it is for nearly every token."""
+    if len(news) == 1 and isinstance(item := news[0], Grew) and item.block.kind == "text":
+        return item.text
+    return None
 
 
 def _delta(news: News) -> dict[str, Any] | None:

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.errors import EngineError, UnavailableError
-from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
+from tokenspeed.runtime.server.blocks import Block, Closed, Grew, Opened
 from tokenspeed.runtime.server.errors import anthropic_error, status_of
 from tokenspeed.runtime.server.messages.request import NAMES, CountRequest, MessagesRequest
 from tokenspeed.runtime.server.run import Run, begin, prompt
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import EventStream, named_event, until_disconnect
+from tokenspeed.runtime.server.sse import EventStream, Frame, named_event, until_disconnect
 from tokenspeed.runtime.server.turn import renamed
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
@@ -64,7 +64,7 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """message_start to message_stop; a fault ends the stream with an error event instead."""
-        begun = False
+        begun, frames = False, dict[int, Frame]()  # frames: of what a block grows by, by its position
         try:
             async for _, news in self._run:
                 if not begun:  # not before: now it is known how much of the prompt was cached
@@ -73,6 +73,11 @@ class _Answer:
                     message = {**self._message([]), **unknown, "usage": self._usage()}
                     yield named_event({"type": "message_start", "message": message})
                 for item in news:
+                    if isinstance(item, Grew):
+                        if (at := item.block.at) not in frames:
+                            frames[at] = Frame(named_event(_grown(Grew(item.block, Frame.HOLE))))
+                        yield frames[at].fill(item.text)
+                        continue
                     for payload in _events(item):
                         yield named_event(payload)
             yield named_event({"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
@@ -116,8 +121,18 @@ def _block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
 
 
-def _events(news: News) -> list[dict[str, Any]]:
-    """The events of one item of news."""
+def _grown(news: Grew) -> dict[str, Any]:
+    """The event of a block that grew."""
+    delta = {
+        "text": {"type": "text_delta", "text": news.text},
+        "reasoning": {"type": "thinking_delta", "thinking": news.text},
+        "call": {"type": "input_json_delta", "partial_json": news.text},
+    }[news.block.kind]
+    return {"type": "content_block_delta", "index": news.block.at, "delta": delta}
+
+
+def _events(news: Opened | Closed) -> list[dict[str, Any]]:
+    """The events of a block that began or ended."""
     block, index = news.block, {"index": news.block.at}
     if isinstance(news, Opened):
         empty = {
@@ -126,13 +141,6 @@ def _events(news: News) -> list[dict[str, Any]]:
             "call": {"type": "tool_use", "id": block.id, "name": block.name, "input": {}},
         }[block.kind]
         return [{"type": "content_block_start", **index, "content_block": empty}]
-    if isinstance(news, Grew):
-        delta = {
-            "text": {"type": "text_delta", "text": news.text},
-            "reasoning": {"type": "thinking_delta", "thinking": news.text},
-            "call": {"type": "input_json_delta", "partial_json": news.text},
-        }[block.kind]
-        return [{"type": "content_block_delta", **index, "delta": delta}]
     stop = {"type": "content_block_stop", **index}
     if block.kind != "reasoning":
         return [stop]
