@@ -18,7 +18,7 @@ from tokenspeed.runtime.server.errors import status_of
 from tokenspeed.runtime.server.responses.items import seal
 from tokenspeed.runtime.server.responses.request import ResponsesRequest
 from tokenspeed.runtime.server.run import Run
-from tokenspeed.runtime.server.sse import named_event
+from tokenspeed.runtime.server.sse import Frame, named_event
 
 Event = dict[str, Any]
 
@@ -32,6 +32,7 @@ class Answer:
         self._body = body
         self._items: dict[int, str] = {}  # a block's position: its item's id
         self._numbers = 0
+        self._frames: dict[int, Frame] = {}  # of what a block grows by, by its position
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
@@ -73,6 +74,9 @@ class Answer:
         try:
             async for _, news in run:
                 for item in news:
+                    if isinstance(item, Grew):
+                        yield self._grew(item)
+                        continue
                     for payload in self._news(item):
                         yield self._event(payload)
             kind = self.end(run)
@@ -93,6 +97,15 @@ class Answer:
         payload["sequence_number"] = self._numbers
         self._numbers += 1
         return named_event(payload)
+
+    def _grew(self, news: Grew) -> bytes:
+        """The event of a block that grew, numbered as `_event` does."""
+        if (at := news.block.at) not in self._frames:
+            (sample,) = self._news(Grew(news.block, Frame.HOLE))
+            self._frames[at] = Frame(named_event(sample))
+        number = self._numbers
+        self._numbers += 1
+        return self._frames[at].fill(news.text).removesuffix(b"}\n\n") + b',"sequence_number":%d}\n\n' % number
 
     def _news(self, news: News) -> Iterator[Event]:
         """The events of one item of news."""
