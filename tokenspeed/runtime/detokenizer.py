@@ -93,6 +93,18 @@ class Detokenizer:
         self._ends: deque[int] = deque()  # for each token not taken: the length of text that completes its characters
         self.stopped_by: str | None = None
 
+    def whole(self, token_id: int) -> str | None:
+        """The text of a token of whole characters while nothing is held back, now taken: nearly every token, for little.
+
+        None, and nothing has happened, where it is not such a one: `push` it.
+        """
+        if self._matcher is not None or self._ends or token_id in self._skip or token_id >= len(self._token_bytes):
+            return None
+        try:
+            return self._token_bytes[token_id].decode()
+        except UnicodeDecodeError:
+            return None
+
     def push(self, token_id: int, *, silent: bool = False) -> str:
         """Add one token; `silent` ones (a stop token) have no text. Returns the text that it completed.
 

@@ -1,4 +1,4 @@
-"""One request as its consumer sees it: an async iterator of deltas over all of its choices.
+"""One request as its consumer sees it: deltas over all of its choices, told as they come or iterated.
 
 Each choice is one request of the engine core and yields exactly one delta with a `finish_reason`, however it ends:
 stop id, stop string, length, abort, an error of the core. After that nothing of it is yielded and nothing that the
@@ -48,9 +48,15 @@ class Choice:
 
     def accept(self, delta: TokenDelta) -> OutputDelta | None:
         """The output of a core delta; None while everything is held back. A stop string sets its finish reason."""
+        ids = delta.token_ids
+        if delta.finish_reason is None and len(ids) == 1 and self._detokenizer is not None and not self._logprobs:
+            text = self._detokenizer.whole(ids[0])
+            if text is not None:
+                self.num_tokens += 1
+                return OutputDelta(self.index, text, ids, [text])
         out = OutputDelta(self.index, finish_reason=delta.finish_reason, error=delta.error)
-        last = len(delta.token_ids) - 1
-        for at, token in enumerate(delta.token_ids):
+        last = len(ids) - 1
+        for at, token in enumerate(ids):
             silent = at == last and delta.stop_token_id is not None and not self._include_stop
             piece = self._detokenizer.push(token, silent=silent) if self._detokenizer else ""
             self._held.append((token, piece, delta.logprobs[at] if delta.logprobs else None))
@@ -91,7 +97,10 @@ class Choice:
 
 
 class RequestStream:
-    """Iterate it for deltas, or `collect` it for the result; `close` it in any case (an unfinished one is aborted)."""
+    """Iterate it for deltas, have them told to a listener, or `collect` it for the result; each delta is had once.
+
+    `close` it in any case (an unfinished one is aborted).
+    """
 
     def __init__(
         self,
@@ -107,6 +116,7 @@ class RequestStream:
         self._on_close = on_close
         self._deltas: deque[OutputDelta] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[OutputDelta], None] | None = None
         self._open = len(choices)  # choices whose last delta is not yet yielded
         self._closed = False
 
@@ -115,13 +125,49 @@ class RequestStream:
         """The counts so far; final once the iteration has ended."""
         return Usage(len(self.prompt_ids), sum(choice.num_tokens for choice in self.choices), *self.cached)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last delta has been had."""
+        return not self._open
+
     def put(self, delta: OutputDelta) -> None:
         """The engine's side: one more delta."""
         if self._closed:
             return
+        if self._listener is not None:
+            if delta.finish_reason is not None:
+                self._open -= 1
+            self._listener(delta)
+            return
         self._deltas.append(delta)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
+
+    def listen(self, listener: Callable[[OutputDelta], None]) -> None:
+        """From now on tell `listener` each delta as it comes, within the engine's own call: it must not raise."""
+        self._listener = listener
+        waiting, self._deltas = self._deltas, deque()
+        for delta in waiting:
+            self.put(delta)
+
+    async def each(self, take: Callable[[OutputDelta], object]) -> None:
+        """Give each delta to `take` as it comes, until the last one or `close`. What `take` raises is raised here."""
+        if self._closed or not self._open:
+            return
+        done = self._waiter = asyncio.get_running_loop().create_future()
+
+        def listener(delta: OutputDelta) -> None:
+            if done.done():
+                return
+            try:
+                take(delta)
+            except Exception as fault:
+                if not done.done():
+                    done.set_exception(fault)
+            if not self._open:
+                self._wake()
+
+        self.listen(listener)
+        await done
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -143,8 +189,7 @@ class RequestStream:
             return
         self._closed = True
         self._deltas.clear()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
         self._on_close(self)
 
     def abort(self) -> None:
@@ -155,11 +200,18 @@ class RequestStream:
     async def collect(self) -> RequestOutput:
         """All choices, finished. Raises GenerationError where the core failed on one; closes the stream."""
         completions = [Completion(choice.index) for choice in self.choices]
+
+        def take(delta: OutputDelta) -> None:
+            if delta.finish_reason == "error":
+                raise delta.failure
+            completions[delta.index].add(delta)
+
         try:
-            async for delta in self:
-                if delta.finish_reason == "error":
-                    raise delta.failure
-                completions[delta.index].add(delta)
+            await self.each(take)
         finally:
             self.close()
         return RequestOutput(self.prompt_ids, completions, self.usage)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -24,21 +24,21 @@ class Tool:
     strict: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reasoning:
     """Text that the model thought."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Content:
     """Text of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallBegin:
     """A call begins; `index` counts the calls of an answer from 0, `id` is the model's own where it writes one."""
 
@@ -47,7 +47,7 @@ class CallBegin:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallArguments:
     """More of the arguments of a call."""
 
@@ -55,7 +55,7 @@ class CallArguments:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallEnd:
     """A call is over; cut-off output ends it too, with the arguments as far as they came."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenspeed.runtime.parsers import CallArguments, CallBegin, CallEnd, FreeformInput, Piece, Reasoning, Tool
+from tokenspeed.runtime.parsers import CallArguments, CallBegin, CallEnd, Content, FreeformInput, Piece, Tool
 
 
 @dataclass(slots=True, eq=False)
@@ -32,20 +32,20 @@ class Block:
         return "".join(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
     """The block may have grown by the time that the news is read: it began empty."""
 
     block: Block
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grew:
     block: Block
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Closed:
     block: Block
 
@@ -85,17 +85,17 @@ class Blocks:
         """What the pieces change."""
         news: list[News] = []
         for piece in pieces:
-            if isinstance(piece, CallBegin):
+            if isinstance(piece, Content):
+                if piece.text:
+                    self._grow(self._of("text", news), piece.text, news)
+            elif isinstance(piece, CallBegin):
                 self._begin(piece, news)
             elif isinstance(piece, CallEnd):
                 self._end_call(news)
             elif isinstance(piece, CallArguments):
                 self._arguments(piece.text, news)
-            elif isinstance(piece, Reasoning):
-                if self._show_reasoning and piece.text:
-                    self._grow(self._of("reasoning", news), piece.text, news)
-            elif piece.text:
-                self._grow(self._of("text", news), piece.text, news)
+            elif self._show_reasoning and piece.text:
+                self._grow(self._of("reasoning", news), piece.text, news)
         return news
 
     def end(self) -> list[News]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.async_llm import AsyncLLM
-from tokenspeed.runtime.errors import GenerationError
+from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.messages import TokenLogprob
 from tokenspeed.runtime.outputs import Completion, OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
@@ -25,7 +24,7 @@ from tokenspeed.runtime.server.errors import error_object
 from tokenspeed.runtime.server.protocol import CompletionRequest
 from tokenspeed.runtime.server.render import completion_logprobs, token_name, token_pieces, usage_object
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import DONE, EventStream, event, merge, until_disconnect
+from tokenspeed.runtime.server.sse import DONE, EventStream, Frame, event, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
 
@@ -50,7 +49,7 @@ async def completions(served: Served, body: CompletionRequest, request: Request)
     answer = _Answer(llm, model, body, params, streams)
     close = served.track(request, answer.id, streams)
     if body.stream:
-        return EventStream(answer.events(), close)
+        return EventStream(answer, streams, close)
     whole = await until_disconnect(request, answer.whole(), close)
     return CLIENT_GONE if whole is None else json_response(whole)
 
@@ -66,6 +65,11 @@ class _Answer:
         self._params = params
         self._prompts = body.prompts()
         self._streams = streams
+        self._bare = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        self._sent: dict[
+            int, int
+        ] = {}  # choice -> characters of its pieces so far, for the offsets of log-probabilities
+        self._frames: dict[int, Frame] = {}  # of events that only add text, by choice
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {
             "id": self.id,
@@ -84,36 +88,46 @@ class _Answer:
                 choices.append(self._choice(len(choices), done, echo, 0))
         return {**self._head, "choices": choices, "usage": usage_object([output.usage for output in outputs])}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """text_completion events, the last one [DONE]; a fault ends the stream with an error event."""
-        try:
-            async for chunk in self._events():
-                yield chunk
-        except GenerationError as fault:
-            yield event(error_object(500, fault.message))
-            return
-        yield DONE
+    # ---- text_completion events, the last one [DONE]; a fault ends the stream with an error event instead ----
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        sent: dict[int, int] = {}  # choice -> characters of its pieces so far
+    async def begin(self) -> bytes:
+        if not self._body.echo:
+            return b""
+        events: list[bytes] = []
         count = self._params.n
-        if self._body.echo:
-            for at in range(len(self._streams)):
-                echo = await self._echo(at)
-                for index in range(at * count, (at + 1) * count):
-                    sent[index] = len(echo.text)
-                    yield self._event(self._choice(index, Completion(), echo, 0))
-        async for at, delta in merge(self._streams):
-            if delta.finish_reason == "error":
-                raise delta.failure
-            index = at * count + delta.index
-            if delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids:
-                offset = sent.get(index, 0)
-                sent[index] = offset + sum(map(len, token_pieces(self._llm.tokenizer, delta)))
-                yield self._event(self._choice(index, delta, _Echo(), offset))
-        if self._body.include_usage:
-            usage = usage_object([stream.usage for stream in self._streams])
-            yield event({**self._head, "choices": [], "usage": usage})
+        for at in range(len(self._streams)):
+            echo = await self._echo(at)
+            for index in range(at * count, (at + 1) * count):
+                self._sent[index] = len(echo.text)
+                events.append(self._event(self._choice(index, Completion(), echo, 0)))
+        return b"".join(events)
+
+    def news(self, at: int, delta: OutputDelta) -> bytes:
+        if delta.finish_reason == "error":
+            raise delta.failure
+        body, index = self._body, at * self._params.n + delta.index
+        if self._bare and delta.finish_reason is None:
+            return self._frame(index).fill(delta.text) if delta.text else b""
+        if not (delta.text or delta.finish_reason or delta.logprobs or body.return_token_ids):
+            return b""
+        offset = self._sent.get(index, 0)
+        if body.logprobs is not None:
+            self._sent[index] = offset + sum(map(len, token_pieces(self._llm.tokenizer, delta)))
+        return self._event(self._choice(index, delta, _Echo(), offset))
+
+    def end(self) -> bytes:
+        if not self._body.include_usage:
+            return DONE
+        usage = usage_object([stream.usage for stream in self._streams])
+        return event({**self._head, "choices": [], "usage": usage}) + DONE
+
+    def fail(self, fault: EngineError) -> bytes:
+        return event(error_object(500, fault.message))
+
+    def _frame(self, index: int) -> Frame:
+        if index not in self._frames:
+            self._frames[index] = Frame(self._event(self._choice(index, Completion(text=Frame.HOLE), _Echo(), 0)))
+        return self._frames[index]
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         chunk = {**self._head, "choices": [choice]}

@@ -1,13 +1,12 @@
 """A turn on its way: rendered, submitted, and its output as news of blocks, choice by choice.
 
-The one path from a `Turn` to an answer. Iterate a `Run` for what is new, or `finish` it for the whole; both leave the
-same choices behind. It ends with one finish reason a choice; a fault of the core is a GenerationError.
+The one path from a `Turn` to an answer. Give a `Run` the deltas of its stream for what is new, or `finish` it for the whole;
+both leave the same choices behind. It ends with one finish reason a choice; a fault of the core is a GenerationError.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,7 @@ class Choice:
 
     def _add(self, pieces: list[Piece]) -> list[News]:
         if pieces:
-            self._thinking = any(isinstance(piece, Reasoning) for piece in pieces)
+            self._thinking = Reasoning in map(type, pieces)
         return self.blocks.add(pieces)
 
 
@@ -77,34 +76,32 @@ class Run:
         self.turn = turn
         self.choices = choices
         self.cut = cut  # max_tokens was cut to the room in the context
-        self._stream = stream
+        self.stream = stream
 
     @property
     def usage(self) -> Usage:
         """The counts so far; final once the iteration has ended."""
         thought = sum(choice.reasoning_tokens for choice in self.choices)
-        return dataclasses.replace(self._stream.usage, reasoning_tokens=thought)
+        return dataclasses.replace(self.stream.usage, reasoning_tokens=thought)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[OutputDelta, list[News]]]:
-        """(delta, its news) as they come; the delta's `index` is that of the choice. Raises GenerationError."""
-        async for delta in self._stream:
-            news = self.choices[delta.index].accept(delta)
-            if delta.finish_reason == "error":
-                raise delta.failure
-            yield delta, news
+    def accept(self, delta: OutputDelta) -> list[News]:
+        """The news of a delta of the stream, of the choice that its `index` names. Raises GenerationError."""
+        news = self.choices[delta.index].accept(delta)
+        if delta.finish_reason == "error":
+            raise delta.failure
+        return news
 
     async def finish(self) -> Run:
         """Run to the end. Raises GenerationError."""
-        async for _ in self:
-            pass
+        await self.stream.each(self.accept)
         return self
 
     def close(self) -> None:
-        self._stream.close()
+        self.stream.close()
 
     def abort(self) -> None:
         """End what is unfinished with the finish reason `abort`, which the reader of the run gets to see."""
-        self._stream.abort()
+        self.stream.abort()
 
 
 async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:

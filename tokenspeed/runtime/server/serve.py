@@ -23,9 +23,9 @@ from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.messages import Ready
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server.app import create_app
+from tokenspeed.runtime.server.direct import Direct
 from tokenspeed.runtime.server.gate import Life
 from tokenspeed.runtime.server.served import model_names
-from tokenspeed.runtime.server.sse import Direct
 from tokenspeed.runtime.transport import CoreEntry
 
 log = logging.getLogger(__name__)

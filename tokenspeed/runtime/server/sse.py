@@ -7,26 +7,29 @@ its requests are closed, which aborts them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
+from tokenspeed.runtime.server.direct import Wire
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PING_SECONDS = 15.0  # of silence after which a ping keeps proxies and clients from giving up
 PING = b": ping\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"
-_DIRECT = "tokenspeed.send"  # in a scope: the server's own send
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,43 +58,17 @@ class Frame:
         return self._head + _encode(text) + self._tail
 
 
-async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, OutputDelta]]:
-    """(position of the stream, delta) as they come; ends when all have ended."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    merged: asyncio.Queue[tuple[int, OutputDelta] | None] = asyncio.Queue()
+class Events(Protocol):
+    """How a wire writes one answer: the bytes of whole events, none where there is nothing to tell.
 
-    async def forward(at: int) -> None:
-        async for delta in streams[at]:
-            merged.put_nowait((at, delta))
-        merged.put_nowait(None)
+    `begin` is called first, then `news` for each delta (`at`: its stream), then `end`; `fail` stands for the rest where one
+    of them raises an EngineError.
+    """
 
-    tasks = [asyncio.create_task(forward(at)) for at in range(len(streams))]
-    try:
-        open_streams = len(tasks)
-        while open_streams:
-            item = await merged.get()
-            if item is None:
-                open_streams -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-class Direct:
-    """The outermost ASGI layer. Events go past the layers between here and an EventStream, which look at how a response
-    begins and not at what follows: six calls an event less."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_DIRECT] = send
-        await self._app(scope, receive, send)
+    async def begin(self) -> bytes: ...
+    def news(self, at: int, delta: OutputDelta) -> bytes: ...
+    def end(self) -> bytes: ...
+    def fail(self, fault: EngineError) -> bytes: ...
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -100,44 +77,122 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events`; `close` is called once, at the end or as soon as the client is gone, and must end the events."""
+    """Sends what `events` makes of the streams' deltas, in the engine's own call wherever the client keeps up.
+
+    `close` is called once, at the end or as soon as the client is gone, and must close the streams.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], *, ping: bytes = PING) -> None:
+    def __init__(
+        self, events: Events, streams: Sequence[RequestStream], close: Callable[[], None], *, ping: bytes = PING
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
+        self._streams = streams
         self._close = close
         self._ping = ping
         self._sent = 0.0  # time.monotonic() of the last event, seconds
+        self._wire: Wire | None = None
+        self._queue: list[bytes] = []  # what could not be written at once
+        self._queued = True  # whether events go through the queue: until it is empty, so that they keep their order
+        self._over = False
+        self._fault: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnected(receive))
-        watcher.add_done_callback(lambda _: self._close())
-        tasks = [watcher]
+        watcher.add_done_callback(self._gone)
+        timer: asyncio.Task[None] | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._sent = time.monotonic()
-            send = scope.get(_DIRECT, send)
-            tasks.append(asyncio.create_task(self._fill_silence(send)))
-            async for chunk in self._events:
-                self._sent = time.monotonic()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._wire = Wire(scope, send)
+            timer = asyncio.create_task(self._fill_silence())
+            await self._begin()
+            await self._drain(self._wire)
+            if self._fault is not None:
+                raise self._fault
             if not watcher.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            tasks = [task for task in (watcher, timer) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fill_silence(self, send: Send) -> None:
+    async def _begin(self) -> None:
+        try:
+            self._send(await self._events.begin())
+        except EngineError as fault:
+            self._send(self._events.fail(fault))
+            self._over = True
+            return
+        for at, stream in enumerate(self._streams):
+            stream.listen(functools.partial(self._take, at))
+        if not self._streams:
+            self._tell(self._events.end)
+
+    def _take(self, at: int, delta: OutputDelta) -> None:
+        """A delta has come. In the engine's call, so nothing may escape."""
+        if self._over:
+            return
+        self._tell(self._events.news, at, delta)
+        if delta.finish_reason is not None and not self._over and all(stream.ended for stream in self._streams):
+            self._tell(self._events.end)
+            self._end()
+
+    def _tell(self, write: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            self._send(write(*args, **kwargs))
+        except EngineError as fault:
+            self._send(self._events.fail(fault))
+            self._end()
+        except Exception as fault:
+            self._fault = fault
+            self._end()
+
+    def _send(self, chunk: bytes) -> None:
+        if not chunk:
+            return
+        self._sent = time.monotonic()
+        if self._queued or self._wire is None or not self._wire.write(chunk):
+            self._queued = True
+            self._queue.append(chunk)
+            self._wake()
+
+    async def _drain(self, wire: Wire) -> None:
+        """Send what is queued, until the end."""
+        while True:
+            while self._queue:
+                chunk = b"".join(self._queue)
+                self._queue.clear()
+                await wire.send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if self._over:
+                return
+            self._queued = False
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _gone(self, watcher: asyncio.Task[None]) -> None:
+        self._close()
+        self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _fill_silence(self) -> None:
         while True:
             silence = time.monotonic() - self._sent
             if silence >= PING_SECONDS:
-                self._sent = time.monotonic()
-                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+                self._send(self._ping)
             else:
                 await asyncio.sleep(PING_SECONDS - silence)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenspeed.runtime.errors import GenerationError
+from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
 from tokenspeed.runtime.server.chat.request import ChatRequest
@@ -29,7 +28,7 @@ async def chat_completions(served: Served, body: ChatRequest, request: Request) 
     answer = Answer(served, body, run)
     close = served.track(request, answer.id, [run])
     if body.stream:
-        return EventStream(answer.events(), close)
+        return EventStream(answer, [run.stream], close)
     done = await until_disconnect(request, run.finish(), close)
     return CLIENT_GONE if done is None else json_response(answer.whole())
 
@@ -42,6 +41,8 @@ class Answer:
         self._body = body
         self._run = run
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._bare = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        self._begun = set[int]()  # choices whose first chunk is out
         self._frames: dict[int, Frame] = {}  # of chunks that only add text, by choice
         self._head = {"id": self.id, "created": int(time.time()), "model": served.model}
 
@@ -80,30 +81,33 @@ class Answer:
         called = choice.finish_reason == "stop" and choice.blocks.calls and self._run.turn.choice.mode != "named"
         return "tool_calls" if called else choice.finish_reason
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """chat.completion.chunk events, the last one [DONE]; a fault ends the stream with an error event."""
-        body, begun = self._body, set[int]()
-        bare = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-        try:
-            async for delta, news in self._run:
-                if bare and delta.finish_reason is None and (text := _only_text(news)) is not None:
-                    yield self._frame(delta.index).fill(text)
-                    continue
-                if delta.index not in begun:
-                    begun.add(delta.index)
-                    yield self._chunk(OutputDelta(delta.index), {"role": "assistant", "content": ""})
-                parts = [part for item in news if (part := _delta(item))]
-                for part in parts[:-1]:
-                    yield self._chunk(OutputDelta(delta.index), part)
-                if parts or delta.finish_reason or body.logprobs or body.return_token_ids:
-                    yield self._chunk(delta, parts[-1] if parts else {})
-        except GenerationError as fault:
-            yield event(error_object(500, fault.message))
-            return
-        if body.include_usage:
-            tail = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**tail, "usage": usage_object([self._run.usage])})
-        yield DONE
+    # ---- chat.completion.chunk events, the last one [DONE]; a fault ends the stream with an error event instead ----
+
+    async def begin(self) -> bytes:
+        return b""
+
+    def news(self, at: int, delta: OutputDelta) -> bytes:
+        news, index, body = self._run.accept(delta), delta.index, self._body
+        if self._bare and delta.finish_reason is None and (text := _only_text(news)) is not None:
+            return self._frame(index).fill(text)
+        chunks: list[bytes] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            chunks.append(self._chunk(OutputDelta(index), {"role": "assistant", "content": ""}))
+        parts = [part for item in news if (part := _delta(item))]
+        chunks += [self._chunk(OutputDelta(index), part) for part in parts[:-1]]
+        if parts or delta.finish_reason or body.logprobs or body.return_token_ids:
+            chunks.append(self._chunk(delta, parts[-1] if parts else {}))
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        if not self._body.include_usage:
+            return DONE
+        tail = {**self._head, "object": "chat.completion.chunk", "choices": []}
+        return event({**tail, "usage": usage_object([self._run.usage])}) + DONE
+
+    def fail(self, fault: EngineError) -> bytes:
+        return event(error_object(500, fault.message))
 
     def _frame(self, index: int) -> Frame:
         if index not in self._frames:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic_core import from_json
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenspeed.runtime.errors import EngineError, UnavailableError
+from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, Opened
 from tokenspeed.runtime.server.errors import anthropic_error, status_of
 from tokenspeed.runtime.server.messages.request import NAMES, CountRequest, MessagesRequest
@@ -33,7 +33,7 @@ async def messages(served: Served, body: MessagesRequest, request: Request) -> R
     answer = _Answer(served.model, run)
     close = served.track(request, answer.id, [run])
     if body.stream:
-        return EventStream(answer.events(), close, ping=_PING)
+        return EventStream(answer, [run.stream], close, ping=_PING)
     done = await until_disconnect(request, run.finish(), close)
     return CLIENT_GONE if done is None else json_response(answer.whole())
 
@@ -53,6 +53,8 @@ class _Answer:
         self._model = model
         self._run = run
         (self._choice,) = run.choices
+        self._begun = False  # message_start is out
+        self._frames: dict[int, Frame] = {}  # of what a block grows by, by its position
 
     def whole(self) -> dict[str, Any]:
         """The message. Raises UnavailableError for one that the server ended."""
@@ -62,28 +64,39 @@ class _Answer:
             "usage": self._usage(),
         }
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """message_start to message_stop; a fault ends the stream with an error event instead."""
-        begun, frames = False, dict[int, Frame]()  # frames: of what a block grows by, by its position
-        try:
-            async for _, news in self._run:
-                if not begun:  # not before: now it is known how much of the prompt was cached
-                    begun = True
-                    unknown = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details"))
-                    message = {**self._message([]), **unknown, "usage": self._usage()}
-                    yield named_event({"type": "message_start", "message": message})
-                for item in news:
-                    if isinstance(item, Grew):
-                        if (at := item.block.at) not in frames:
-                            frames[at] = Frame(named_event(_grown(Grew(item.block, Frame.HOLE))))
-                        yield frames[at].fill(item.text)
-                        continue
-                    for payload in _events(item):
-                        yield named_event(payload)
-            yield named_event({"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
-            yield named_event({"type": "message_stop"})
-        except EngineError as fault:
-            yield named_event(anthropic_error(status_of(fault)[0], fault.message))
+    # ---- message_start to message_stop; a fault ends the stream with an error event instead ----
+
+    async def begin(self) -> bytes:
+        return b""  # message_start says how much of the prompt was cached, which the first delta knows
+
+    def news(self, at: int, delta: OutputDelta) -> bytes:
+        news = self._run.accept(delta)
+        if self._begun and len(news) == 1 and isinstance(item := news[0], Grew):
+            return self._grew(item)
+        events: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            unknown = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details"))
+            message = {**self._message([]), **unknown, "usage": self._usage()}
+            events.append(named_event({"type": "message_start", "message": message}))
+        for item in news:
+            if isinstance(item, Grew):
+                events.append(self._grew(item))
+            else:
+                events += [named_event(payload) for payload in _events(item)]
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return named_event(delta) + named_event({"type": "message_stop"})
+
+    def fail(self, fault: EngineError) -> bytes:
+        return named_event(anthropic_error(status_of(fault)[0], fault.message))
+
+    def _grew(self, news: Grew) -> bytes:
+        if (at := news.block.at) not in self._frames:
+            self._frames[at] = Frame(named_event(_grown(Grew(news.block, Frame.HOLE))))
+        return self._frames[at].fill(news.text)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tokenspeed.runtime.errors import EngineError, UnavailableError
-from tokenspeed.runtime.outputs import Usage
+from tokenspeed.runtime.outputs import OutputDelta, Usage
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, News, Opened
 from tokenspeed.runtime.server.errors import status_of
 from tokenspeed.runtime.server.responses.items import seal
@@ -24,7 +24,12 @@ Event = dict[str, Any]
 
 
 class Answer:
-    """One response. `response` is the object as it stands, whole once the run is over (`end`, or the events' end)."""
+    """One response. `response` is the object as it stands, whole once the run is over (`settle`, or the events' end).
+
+    `outcome` is the run, or why there is none: to be set before the first event.
+    """
+
+    outcome: Run | EngineError
 
     def __init__(self, model: str, body: ResponsesRequest) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -36,62 +41,61 @@ class Answer:
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def end(self, run: Run) -> str:
+    def settle(self, run: Run) -> str:
         """The run is over; the type of the terminal event."""
         (choice,) = run.choices
         if choice.finish_reason == "abort":
             cancelled = self.response["status"] == "cancelled"
-            self.fail(UnavailableError("the request was ended before its answer was complete"), run)
+            self.refuse(UnavailableError("the request was ended before its answer was complete"))
             if cancelled:  # as was asked for
                 self.response |= {"status": "cancelled", "error": None}
             return "response.failed"
         cut = choice.finish_reason == "length"
-        self._close("incomplete" if cut else "completed", run)
+        self._close("incomplete" if cut else "completed")
         self.response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         return f"response.{self.response['status']}"
 
-    def fail(self, fault: EngineError, run: Run | None = None) -> str:
+    def refuse(self, fault: EngineError) -> str:
         """The request was refused or failed; the type of the terminal event. Clients parse when to try again."""
         message, (status, code) = fault.message, status_of(fault)
         if fault.retry_after is not None:
             message += f". Please try again in {fault.retry_after:g}s."
-        self._close("failed", run)
+        self._close("failed")
         self.response["error"] = {"code": code if code and status < 500 else "server_error", "message": message}
         return "response.failed"
 
-    def _close(self, status: str, run: Run | None) -> None:
-        if run is not None:
+    def _close(self, status: str) -> None:
+        if isinstance(run := self.outcome, Run):
             self.response["output"] = [self._item(block) for block in run.choices[0].blocks.blocks]
             self.response["usage"] = _usage(run.usage)
         self.response |= {"status": status, "completed_at": int(time.time()) if status == "completed" else None}
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    async def events(self, run: Run) -> AsyncIterator[bytes]:
-        """From response.created to the terminal event."""
-        for payload in self._begin():
-            yield self._event(payload)
-        try:
-            async for _, news in run:
-                for item in news:
-                    if isinstance(item, Grew):
-                        yield self._grew(item)
-                        continue
-                    for payload in self._news(item):
-                        yield self._event(payload)
-            kind = self.end(run)
-        except EngineError as fault:
-            kind = self.fail(fault, run)
-        yield self._event({"type": kind, "response": self.response})
+    async def begin(self) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event({"type": kind, "response": self.response}) for kind in kinds)
 
-    async def refusal(self, fault: EngineError) -> AsyncIterator[bytes]:
-        """The events of a request that was refused."""
-        for payload in self._begin():
-            yield self._event(payload)
-        yield self._event({"type": self.fail(fault), "response": self.response})
+    def news(self, at: int, delta: OutputDelta) -> bytes:
+        assert isinstance(self.outcome, Run), "a delta comes of a run"
+        news = self.outcome.accept(delta)
+        if len(news) == 1 and isinstance(item := news[0], Grew):
+            return self._grew(item)
+        events: list[bytes] = []
+        for item in news:
+            if isinstance(item, Grew):
+                events.append(self._grew(item))
+            else:
+                events += [self._event(payload) for payload in self._news(item)]
+        return b"".join(events)
 
-    def _begin(self) -> list[Event]:
-        return [{"type": f"response.{kind}", "response": self.response} for kind in ("created", "in_progress")]
+    def end(self) -> bytes:
+        if isinstance(self.outcome, EngineError):
+            raise self.outcome
+        return self._event({"type": self.settle(self.outcome), "response": self.response})
+
+    def fail(self, fault: EngineError) -> bytes:
+        return self._event({"type": self.refuse(fault), "response": self.response})
 
     def _event(self, payload: Event) -> bytes:
         payload["sequence_number"] = self._numbers

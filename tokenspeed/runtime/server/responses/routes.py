@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -35,10 +34,11 @@ async def responses(served: Served, store: Store, body: ResponsesRequest, reques
     turn = body.turn(history)
     try:
         with renamed(NAMES):
-            run = await begin(served.llm, served.notation, turn)
+            run = answer.outcome = await begin(served.llm, served.notation, turn)
     except EngineError as fault:
         if body.stream and _told_in_stream(fault):
-            return EventStream(answer.refusal(fault), lambda: None)
+            answer.outcome = fault
+            return EventStream(answer, [], lambda: None)
         raise
     stop = served.track(request, answer.id, [run])
 
@@ -50,12 +50,12 @@ async def responses(served: Served, store: Store, body: ResponsesRequest, reques
         stop()
         if answer.response["status"] == "in_progress":  # the client is gone
             answer.response["status"] = "cancelled"
+        keep()
 
     keep()
     if body.stream:
-        return EventStream(_then(answer.events(run), keep), close)
+        return EventStream(answer, [run.stream], close)
     done = await until_disconnect(request, _whole(answer, run), close)
-    keep()
     return CLIENT_GONE if done is None else json_response(answer.response)
 
 
@@ -63,18 +63,12 @@ async def _whole(answer: Answer, run: Run) -> Answer:
     try:
         await run.finish()
     except GenerationError as fault:
-        answer.fail(fault, run)
+        answer.refuse(fault)
         raise
-    answer.end(run)
+    answer.settle(run)
     if answer.response["status"] == "failed":
         raise UnavailableError("the server ended this request: send it again")
     return answer
-
-
-async def _then(events: AsyncIterator[bytes], ended: Callable[[], None]) -> AsyncIterator[bytes]:
-    async for event in events:
-        yield event
-    ended()
 
 
 def _told_in_stream(fault: EngineError) -> bool:
@@ -107,8 +101,9 @@ def install(app: FastAPI, served: Served) -> None:
     @app.post("/v1/responses/{response_id}/cancel", responses=RESPONSES)
     async def cancel(response_id: str) -> Response:
         stored = store.get(response_id)
-        if served.abort(response_id):
-            stored.response["status"] = "cancelled"
+        if stored.response["status"] == "in_progress":
+            stored.response["status"] = "cancelled"  # first: the abort writes the last event
+            served.abort(response_id)
         return json_response(stored.response)
 
     @app.get("/v1/responses/{response_id}/input_items", responses=RESPONSES)

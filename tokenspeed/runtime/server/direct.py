@@ -1,0 +1,45 @@
+"""The short way to the socket: events that go past the ASGI layers and past uvicorn's coroutine.
+
+Invariant: the bytes on the connection are those that uvicorn's own `send` would have written, in the same order; where
+that cannot be (another server, a client that does not read) nothing is written and the caller awaits `send`.
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+_KEY = "tokenspeed.send"  # in a scope: the server's own send
+
+
+class Direct:
+    """The outermost ASGI layer. It makes the server's `send` known to the responses within: the layers between look at
+    how a response begins and not at what follows."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_KEY] = send
+        await self._app(scope, receive, send)
+
+
+class Wire:
+    """The body of one response that has begun, in chunks."""
+
+    __slots__ = ("_cycle", "send")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.send: Send = scope.get(_KEY, send)
+        cycle = getattr(self.send, "__self__", None)
+        direct = isinstance(cycle, RequestResponseCycle) and cycle.chunked_encoding
+        self._cycle: RequestResponseCycle | None = cycle if direct else None
+
+    def write(self, chunk: bytes) -> bool:
+        """Write a chunk now; False where it must be awaited."""
+        cycle = self._cycle
+        if cycle is None or cycle.flow.write_paused:
+            return False
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        return True
