@@ -286,7 +286,7 @@ def test_import_is_light() -> None:
 
 BARE = """
 import sys
-for name in ("msgspec", "zmq", "gguf", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "rich"):
+for name in ("msgspec", "gguf", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "rich"):
     sys.modules[name] = None
 import scripted_core
 from tokenspeed import Engine, SamplingParams

@@ -25,7 +25,6 @@ _PACKAGES = (
     "jinja2",
     "gguf",
     "msgspec",
-    "pyzmq",
     "fastapi",
     "starlette",
     "uvicorn",

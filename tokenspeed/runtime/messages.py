@@ -1,6 +1,6 @@
 """The messages between the front process and the engine core: one dataclass a message, one direction each.
 
-Standard library only, so the core imports on a machine without msgspec; the ZMQ transport encodes these same
+Standard library only, so the core imports on a machine without msgspec; the transport to a process encodes these same
 dataclasses with msgspec, the in-process transport passes the objects. A request ends with exactly one
 `TokenDelta` whose `finish_reason` is set.
 """

@@ -2,7 +2,7 @@
 
 The core is `run_core(config, inbox, outbox)`; it must put `Ready` or `Died` first, ends on `Control("shutdown")`, and
 whatever ends it otherwise reaches the front as exactly one `Died`, last. Here is the interface, and the client that
-runs the core as a thread of this process; transport_process.py runs it as a child over ZMQ.
+runs the core as a thread of this process; transport_process.py runs it as a child process.
 """
 
 from __future__ import annotations
@@ -61,37 +61,50 @@ class CoreClient(Protocol):
         """The next message; `Died` once, as the last one, when the core is gone."""
         ...
 
+    def poll(self) -> ToFront | None:
+        """The next message if it is here."""
+        ...
+
     async def close(self, *, force: bool = False) -> None:
         """Shut the core down and wait for it; by force after a time-out, or at once. Idempotent."""
         ...
 
 
 class Mailbox:
-    """Hands messages from a foreign thread to the loop: one wake-up for however many arrived since the last."""
+    """Messages for the loop, in order, also from a foreign thread: one wake-up for however many arrived since the last."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[ToFront] = deque()
         self._arrived = asyncio.Event()
+        self._foreign: deque[ToFront] = deque()
         self._lock = threading.Lock()
-        self._woken = False
 
     def put(self, message: ToFront) -> None:
         """From any thread. Messages after the loop has closed are dropped: nobody is left to read them."""
         with self._lock:
-            self._messages.append(message)
-            if self._woken:
+            self._foreign.append(message)
+            if len(self._foreign) > 1:
                 return
-            self._woken = True
         try:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._collect)
         except RuntimeError:
             log.debug("dropped %s: the event loop is closed", type(message).__name__)
 
-    def _wake(self) -> None:
+    def _collect(self) -> None:
         with self._lock:
-            self._woken = False
+            found, self._foreign = self._foreign, deque()
+        self._messages += found
         self._arrived.set()
+
+    def deliver(self, message: ToFront) -> None:
+        """On the loop."""
+        self._messages.append(message)
+        self._arrived.set()
+
+    def poll(self) -> ToFront | None:
+        """On the loop: the oldest message that is here."""
+        return self._messages.popleft() if self._messages else None
 
     async def get(self) -> ToFront:
         """On the loop: the oldest message."""
@@ -169,6 +182,9 @@ class InprocClient:
 
     async def recv(self) -> ToFront:
         return await self._mailbox.get()
+
+    def poll(self) -> ToFront | None:
+        return self._mailbox.poll()
 
     async def close(self, *, force: bool = False) -> None:
         if self._thread is None or self._closing:

@@ -1,5 +1,6 @@
-"""The engine core as a child process: ZMQ PUSH/PULL over ipc:// in a private directory, msgpack of messages.py.
+"""The engine core as a child process: a socket pair that carries the messages of messages.py as msgpack.
 
+No thread stands between the two: the loop of the front and the loop of the core read and write the socket themselves.
 Neither side outlives the other. The child reads its configuration from its standard input and then watches that pipe:
 its end means that the parent is gone, and the child's whole process group goes too. The parent watches the child and
 turns its end into `Died`. The child starts from a fresh interpreter that imports only the core, so nothing depends on
@@ -14,60 +15,45 @@ import importlib
 import logging
 import os
 import pickle
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections import deque
 from types import UnionType
 from typing import Any, get_args
 
 import msgspec
-import zmq
 
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.messages import Control, Died, Ready, ToCore, ToFront
+from tokenspeed.runtime.pipe import Pipe
 from tokenspeed.runtime.transport import CLOSE_TIMEOUT, SHUTDOWN_CALL, CoreEntry, Mailbox, describe, first_message
 
 log = logging.getLogger(__name__)
 
-_POLL_MS = 100  # how often the parent looks whether the child lives
-_LAST_MS = 50  # how long a dead child's last message may still be on its way
+_LOOK_SECONDS = 0.1  # how often the parent looks whether the child lives
+_EXIT_SECONDS = 0.01  # the same once the child has closed its end
+_LAST_SECONDS = 2.0  # for the child's last messages to leave
 _COMMAND = "from tokenspeed.runtime.transport_process import child_main; child_main()"
 
 
 class Codec:
-    """Messages of one direction as two frames: the class name, the fields in msgpack."""
+    """Messages of one direction: a byte for the class, the fields in msgpack."""
 
     def __init__(self, union: UnionType) -> None:
-        self._decoders = {cls.__name__.encode(): msgspec.msgpack.Decoder(cls) for cls in get_args(union)}
+        kinds: tuple[type, ...] = get_args(union)
+        self._heads = {kind: bytes([at]) for at, kind in enumerate(kinds)}
+        self._decoders = [msgspec.msgpack.Decoder(kind) for kind in kinds]
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def encode(self, message: Any) -> list[bytes]:
-        return [type(message).__name__.encode(), self._encode(message)]
+    def encode(self, message: Any) -> bytes:
+        return self._heads[type(message)] + self._encode(message)
 
-    def decode(self, frames: list[bytes]) -> Any:
-        name, payload = frames
-        return self._decoders[name].decode(payload)
-
-
-def _sender(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
-    """A socket whose sends never block: no high-water mark, and it connects, so it queues before its peer is up."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
-    socket.connect(address)
-    return socket
-
-
-def _receiver(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
-    """A socket that never makes its peer wait."""
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind(address)
-    return socket
+    def decode(self, data: bytes) -> Any:
+        return self._decoders[data[0]].decode(memoryview(data)[1:])
 
 
 class ProcessClient:
@@ -82,7 +68,8 @@ class ProcessClient:
         self._codec_in, self._codec_out = Codec(ToFront), Codec(ToCore)
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
-        self._dead = False  # set by the reader thread
+        self._dead = False
+        self._died = False  # the child has said so itself
 
     @property
     def pid(self) -> int | None:
@@ -90,28 +77,28 @@ class ProcessClient:
         return self._process.pid if self._process else None
 
     async def start(self) -> Ready:
+        self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox()
-        self._directory = tempfile.mkdtemp(prefix="tokenspeed-")  # mode 0700: no other user reaches the sockets
-        self._context = zmq.Context(io_threads=1)
-        addresses = (f"ipc://{self._directory}/core", f"ipc://{self._directory}/front")
-        self._push = _sender(self._context, addresses[0])
-        self._pull = _receiver(self._context, addresses[1])
+        ours, theirs = socket.socketpair()
+        self._pipe = Pipe(ours)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND],
-            stdin=subprocess.PIPE,
-            # safe path: a file of the current directory must not stand in for a module of the same name
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(pickle.dumps((self._config, self._target, addresses)))
-            self._process.stdin.flush()  # and stay open: the pipe is the child's sign that this process lives
-        except BrokenPipeError:
-            log.debug("the core process ended before it read its configuration")
-        self._reader = threading.Thread(target=self._read, name="tokenspeed-core-reader", daemon=True)
-        self._reader.start()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                # safe path: a file of the current directory must not stand in for a module of the same name
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(pickle.dumps((self._config, self._target, theirs.fileno())))
+                self._process.stdin.flush()  # and stay open: the pipe is the child's sign that this process lives
+            except BrokenPipeError:
+                log.debug("the core process ended before it read its configuration")
+        self._loop.add_reader(self._pipe.fileno(), self._read)
+        self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
         try:
             return await first_message(self._mailbox)
         except BaseException:
@@ -119,29 +106,56 @@ class ProcessClient:
             raise
 
     def _read(self) -> None:
-        """Reader thread: pass messages on until the child has ended and nothing it sent is left."""
+        """Pass on what the child has sent."""
+        for data in self._pipe.receive():
+            message: ToFront = self._codec_in.decode(data)
+            self._died |= isinstance(message, Died)
+            self._mailbox.deliver(message)
+        if self._pipe.ended:
+            self._loop.remove_reader(self._pipe.fileno())
+            self._timer.cancel()
+            self._look()
+
+    def _look(self) -> None:
+        """Whether the child lives; if not, what it sent is read to the end and its end told."""
         assert self._process is not None
-        died = False
-        while True:
-            alive = self._process.poll() is None
-            while self._pull.poll(_POLL_MS if alive else _LAST_MS):
-                message: ToFront = self._codec_in.decode(self._pull.recv_multipart())
-                self._mailbox.put(message)
-                died |= isinstance(message, Died)
-            if not alive:
-                self._dead = True
-                break
+        if self._dead:
+            return
+        if self._process.poll() is None:
+            again = _EXIT_SECONDS if self._pipe.ended else _LOOK_SECONDS
+            self._timer = self._loop.call_later(again, self._look)
+            return
+        self._dead = True
+        if not self._pipe.ended:
+            self._read()
+        self._kill_group()
+        if not (self._died or self._closing):
+            self._mailbox.deliver(Died(_exit_reason(self._process.returncode)))
+
+    def _kill_group(self) -> None:
+        """Worker ranks that the core left behind."""
+        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # worker ranks that the core left behind
-        if not died and not self._closing:
-            self._mailbox.put(Died(_exit_reason(self._process.returncode)))
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def send(self, message: ToCore) -> None:
-        if not (self._closing or self._dead):
-            self._push.send_multipart(self._codec_out.encode(message), zmq.NOBLOCK)
+        if self._closing or self._dead:
+            return
+        behind = self._pipe.behind
+        self._pipe.send(self._codec_out.encode(message))
+        if self._pipe.behind and not behind:
+            self._loop.add_writer(self._pipe.fileno(), self._push)
+
+    def _push(self) -> None:
+        self._pipe.push()
+        if not self._pipe.behind:
+            self._loop.remove_writer(self._pipe.fileno())
 
     async def recv(self) -> ToFront:
         return await self._mailbox.get()
+
+    def poll(self) -> ToFront | None:
+        return self._mailbox.poll()
 
     async def close(self, *, force: bool = False) -> None:
         if self._process is None or self._closing:
@@ -149,6 +163,11 @@ class ProcessClient:
         self.send(Control(SHUTDOWN_CALL, "shutdown"))
         self._closing = True
         await asyncio.to_thread(self._end, force)
+        self._timer.cancel()
+        self._kill_group()
+        self._loop.remove_reader(self._pipe.fileno())
+        self._loop.remove_writer(self._pipe.fileno())
+        self._pipe.close()
 
     def _end(self, force: bool) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -157,15 +176,10 @@ class ProcessClient:
         except subprocess.TimeoutExpired:
             if not force:
                 log.warning("the engine core did not end within %g s: killed", CLOSE_TIMEOUT)
-            self._process.kill()  # and the reader kills its group
+            self._process.kill()
             self._process.wait()
-        self._reader.join()
         with contextlib.suppress(BrokenPipeError):  # a configuration that the child never read
             self._process.stdin.close()
-        self._push.close(0)
-        self._pull.close(0)
-        self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _exit_reason(code: int) -> str:
@@ -178,57 +192,59 @@ def _exit_reason(code: int) -> str:
 # ---- in the child --------------------------------------------------------------------------------------------------
 
 
-class _SocketInbox:
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
-        self._socket = socket
+class _PipeInbox:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
         self._codec = Codec(ToCore)
+        self._messages: deque[bytes] = deque()
 
     def get(self, timeout: float | None) -> ToCore | None:
-        if not self._socket.poll(None if timeout is None else max(0, round(timeout * 1000))):
-            return None
-        return self._codec.decode(self._socket.recv_multipart())
+        self._pipe.flush(0)
+        if not self._messages and self._pipe.wait(timeout):
+            self._messages += self._pipe.receive()
+            if self._pipe.ended:
+                raise EOFError("the front is gone")
+        return self._codec.decode(self._messages.popleft()) if self._messages else None
 
     def drain(self) -> list[ToCore]:
-        messages: list[ToCore] = []
-        while True:
-            try:
-                messages.append(self._codec.decode(self._socket.recv_multipart(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+        self._pipe.push()
+        self._messages += self._pipe.receive()
+        found = [self._codec.decode(data) for data in self._messages]
+        self._messages.clear()
+        return found
 
 
-class _SocketOutbox:
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
-        self._socket = socket
+class _PipeOutbox:
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
         self._codec = Codec(ToFront)
 
     def put(self, message: ToFront) -> None:
-        self._socket.send_multipart(self._codec.encode(message), zmq.NOBLOCK)
+        self._pipe.send(self._codec.encode(message))
 
 
 def child_main() -> None:
     """The child's main program; exits 0 after a shutdown and 1 after a fault, which is sent as `Died`."""
     lifeline = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the core must not read the pipe as its standard input
-    config, (module, name), addresses = pickle.load(os.fdopen(lifeline, "rb", closefd=False))
+    config, (module, name), descriptor = pickle.load(os.fdopen(lifeline, "rb", closefd=False))
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     from tokenspeed.runtime.logs import configure_logging
 
     configure_logging(config.log_level)
-    context = zmq.Context(io_threads=1)
-    pull, push = _receiver(context, addresses[0]), _sender(context, addresses[1])
-    outbox = _SocketOutbox(push)
+    sock = socket.socket(fileno=descriptor)
+    sock.set_inheritable(False)  # the ranks' workers must not hold it open
+    pipe = Pipe(sock)
+    outbox = _PipeOutbox(pipe)
     try:
         target: CoreEntry = getattr(importlib.import_module(module), name)
-        target(config, _SocketInbox(pull), outbox)
+        target(config, _PipeInbox(pipe), outbox)
         status = 0
     except BaseException as fault:
         log.debug("engine core failed", exc_info=True)
         outbox.put(Died(describe(fault)))
         status = 1
-    pull.close(0)
-    push.close(linger=2000)  # milliseconds for the last message to leave
-    context.term()
+    pipe.flush(_LAST_SECONDS)
     sys.exit(status)
 
 
