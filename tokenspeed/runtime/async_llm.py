@@ -14,6 +14,7 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BURST = 8  # tokens that are delivered before the loop may turn to something else
 THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
 
 
@@ -392,21 +394,33 @@ class AsyncLLM:
         return QueueFullError(f"{self.in_flight} requests are in flight already: try again later")
 
     async def _pump(self, client: CoreClient) -> None:
-        """Deliver what the core says until it says that it died."""
+        """Deliver what the core says until it says that it died.
+
+        A step's tokens go out a few at a time, and others get the loop in between: a new request need not wait until a
+        step of many is out. Its own first token overtakes theirs.
+        """
+        first, later = deque[TokenDelta](), deque[TokenDelta]()
         while True:
-            message = await client.recv()
+            message = client.poll() if first or later else await client.recv()
             if isinstance(message, Deltas):
-                now = time.monotonic()
                 for delta in message.deltas:
-                    self._deliver(delta, now)
+                    live = self._live.get(delta.request_id)
+                    (later if live is None or live.last_token else first).append(delta)
                 if self._metrics is not None:
                     self._metrics.step(self.stats, message.stats)
                 self.stats = message.stats
-            elif isinstance(message, Reply):
+            now = time.monotonic()
+            for _ in range(BURST if message is None or isinstance(message, Deltas) else len(first) + len(later)):
+                if not (first or later):
+                    break
+                self._deliver((first or later).popleft(), now)
+            if isinstance(message, Reply):
                 self._reply(message)
             elif isinstance(message, Died):
                 self._on_death(message.reason)
                 return
+            if first or later:
+                await asyncio.sleep(0)
 
     def _deliver(self, delta: TokenDelta, now: float) -> None:
         live = self._live.get(delta.request_id)
