@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import itertools
 import logging
@@ -241,7 +242,8 @@ class AsyncLLM:
             self._live[request_id] = live = _Live(stream, choice, len(ids), time.monotonic())
             self._limit(request_id, live, params.timeout)
             self._waiting_tokens += len(ids)
-            choice_params = dataclasses.replace(core_params, seed=(seed + choice.index) & SEED_MASK)
+            choice_params = copy.copy(core_params)
+            choice_params.seed = (seed + choice.index) & SEED_MASK
             client.send(Submit(request_id, prompt, choice_params, priority, cache_salt))
         if self._metrics is not None:
             self._metrics.accepted(len(ids), core_params.max_tokens)
@@ -342,9 +344,8 @@ class AsyncLLM:
         vocab = self.ready.vocab_size
         try:
             prompt = packed(ids)
-            held = np.frombuffer(prompt, dtype=np.int32)
-            outside = held.min() < 0 or held.max() >= vocab
-            outside |= any(isinstance(ids[i], bool) for i in np.flatnonzero(held <= 1))  # True is packed as 1
+            outside = np.frombuffer(prompt, dtype=np.uint32).max() >= vocab  # a negative id is a large one so
+            outside |= (0 in ids or 1 in ids) and any(isinstance(token, bool) for token in ids)  # True is packed as 1
         except (TypeError, OverflowError):  # not all integers, or none that a token id could be
             outside = True
         if outside:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -34,20 +36,37 @@ class BodyError(HTTPException):
 
 
 class BodyRoute(APIRoute):
-    """A route whose JSON bodies are read by `parse`."""
+    """A route whose body, where it takes one, is read by `parse`: it has no parameters then but that and the request.
+
+    FastAPI describes it in the schema; its own way from the bytes to the call costs a third of a request's time.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
+        given = self.dependant
+        if not given.body_params:
+            return super().get_route_handler()
+        assert not (given.path_params or given.query_params or given.header_params or given.dependencies), self.path
+        ((name, model),) = ((param.name, param.field_info.annotation) for param in given.body_params)
+        validate: Callable[[Any], Any] = TypeAdapter(model).validate_python
+        more = given.request_param_name
 
         async def handle(request: Request) -> Response:
-            return await handler(_Request(request.scope, request.receive))
+            raw = await request.body()
+            value = parse(raw) if _is_json(request.headers.get("content-type")) else None
+            try:
+                body = validate(value)
+            except ValidationError as fault:
+                found = [{**error, "loc": ("body", *error["loc"])} for error in fault.errors(include_url=False)]
+                raise RequestValidationError(found) from None
+            return await self.endpoint(**{name: body}, **({more: request} if more else {}))
 
         return handle
 
 
-class _Request(Request):
-    async def json(self) -> Any:
-        return parse(await self.body())
+def _is_json(content_type: str | None) -> bool:
+    """Whether a body is meant as JSON: so it is where nothing is said."""
+    kind = (content_type or "application/json").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def parse(raw: bytes) -> dict[str, Any]:

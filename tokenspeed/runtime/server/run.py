@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.errors import RequestError
@@ -117,14 +116,16 @@ async def begin(llm: AsyncLLM, notation: Notation, turn: Turn) -> Run:
         make_parser(notation.tool, notation.reasoning, tools=tools, prompt=text, forced=turn.choice.forced)
         for _ in range(turn.params.n)
     ]
-    changes: dict[str, Any] = {"structure": _structure(llm, notation, turn, text)}
+    params, structure = turn.params, _structure(llm, notation, turn, text)
+    if structure is not params.structure:
+        params = dataclasses.replace(params, structure=structure)
     room, wanted = llm.max_len - len(ids), turn.params.max_tokens
     cut = turn.fit and wanted is not None and wanted > room >= 1
     if cut:
-        changes |= {"max_tokens": room, "min_tokens": min(turn.params.min_tokens, room)}
+        params = dataclasses.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     stream = await llm.submit(
         ids,
-        dataclasses.replace(turn.params, **changes),
+        params,
         priority=turn.priority,
         cache_salt=turn.cache_salt,
         kept=parsers[0].special_tokens,

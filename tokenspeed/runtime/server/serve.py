@@ -68,6 +68,7 @@ async def serve(
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,  # nothing here asks who the client is
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )

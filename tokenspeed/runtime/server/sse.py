@@ -101,16 +101,16 @@ class EventStream(Response):
         self._over = False
         self._fault: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_disconnected(receive))
         watcher.add_done_callback(self._gone)
-        timer: asyncio.Task[None] | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._sent = time.monotonic()
             self._wire = Wire(scope, send)
-            timer = asyncio.create_task(self._fill_silence())
+            self._fill_silence()
             await self._begin()
             await self._drain(self._wire)
             if self._fault is not None:
@@ -118,10 +118,10 @@ class EventStream(Response):
             if not watcher.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            tasks = [task for task in (watcher, timer) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._timer is not None:
+                self._timer.cancel()
+            watcher.cancel()
+            await asyncio.wait([watcher])
 
     async def _begin(self) -> None:
         try:
@@ -188,13 +188,12 @@ class EventStream(Response):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _fill_silence(self) -> None:
-        while True:
-            silence = time.monotonic() - self._sent
-            if silence >= PING_SECONDS:
-                self._send(self._ping)
-            else:
-                await asyncio.sleep(PING_SECONDS - silence)
+    def _fill_silence(self) -> None:
+        silence = time.monotonic() - self._sent
+        if silence >= PING_SECONDS:
+            self._send(self._ping)
+            silence = 0.0
+        self._timer = asyncio.get_running_loop().call_later(PING_SECONDS - silence, self._fill_silence)
 
 
 async def until_disconnect(request: Request, work: Awaitable[T], close: Callable[[], None]) -> T | None:
