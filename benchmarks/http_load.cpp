@@ -1,10 +1,11 @@
 // A load generator for streams of server-sent events, small enough that it does not disturb what it measures.
 //
-//   http_load PORT PATH BODY_STREAM BODY_PROBE STREAMS RATE WARM SECONDS
+//   http_load PORT PATH BODY_STREAM BODY_PROBE STREAMS TOKENS RATE WARM SECONDS
 //
-// STREAMS connections each send BODY_STREAM again and again; beside them BODY_PROBE is sent at random times, RATE a
-// second (Poisson), or with RATE 0 one after the other. Bodies are files. After WARM seconds it prints "begin" and
-// measures for SECONDS:
+// STREAMS connections each send BODY_STREAM again and again, for TOKENS tokens, the first time for fewer so that they
+// do not all end at once; beside them BODY_PROBE is sent at random times, RATE a second (Poisson), or with RATE 0 one
+// after the other. Bodies are files; BODY_STREAM has @@@@@ for the number of tokens. After WARM seconds it prints
+// "begin" and measures for SECONDS:
 //   {"first_byte_us": [...], "events": N, "cpu_seconds": S, "wall_seconds": S, "faults": N}
 // first_byte_us: a probe written to the first byte of its first event. events: of streams and probes. A response that
 // is not 200, or a connection that closes, is a fault.
@@ -56,6 +57,15 @@ std::string Request(const std::string& path, const std::string& body) {
          std::to_string(body.size()) + "\r\n\r\n" + body;
 }
 
+// `body` with the number of tokens that it asks for; all are of one length.
+std::string Asking(std::string body, int tokens) {
+  constexpr std::string_view kHole = "@@@@@";
+  const auto at = body.find(kHole);
+  if (at == std::string::npos) return body;
+  const std::string digits = std::to_string(tokens);
+  return body.replace(at, kHole.size(), std::string(kHole.size() - digits.size(), ' ') + digits);
+}
+
 struct Connection {
   int fd = -1;
   bool probe = false;
@@ -67,7 +77,9 @@ struct Connection {
 
 class Load {
  public:
-  Load(int port, std::string stream, std::string probe) : port_(port), stream_(stream), probe_(probe) {
+  Load(int port, std::string path, std::string stream, std::string probe, int streams, int tokens)
+      : port_(port), path_(path), body_(stream), probe_(Request(path, probe)), streams_(streams), tokens_(tokens) {
+    stream_ = Request(path_, Asking(body_, tokens_));
     poll_ = epoll_create1(0);
     if (poll_ < 0) Fail("epoll_create1");
   }
@@ -92,8 +104,9 @@ class Load {
     epoll_ctl(poll_, EPOLL_CTL_ADD, fd, &event);
   }
 
-  void Send(Connection& c) {
-    const std::string& request = c.probe ? probe_ : stream_;
+  void Send(Connection& c) { Send(c, c.probe ? probe_ : stream_); }
+
+  void Send(Connection& c, const std::string& request) {
     c.busy = true;
     c.answered = false;
     c.tail.clear();
@@ -102,8 +115,9 @@ class Load {
   }
 
   void SendStreams() {
+    int at = 0;
     for (auto& c : connections_)
-      if (!c->probe) Send(*c);
+      if (!c->probe) Send(*c, Request(path_, Asking(body_, 1 + tokens_ * at++ / streams_)));
   }
 
   // A probe on a connection that is idle, or on a new one.
@@ -181,7 +195,8 @@ class Load {
   }
 
   int port_, poll_;
-  std::string stream_, probe_;
+  std::string path_, body_, stream_, probe_;
+  int streams_, tokens_;
   std::vector<std::unique_ptr<Connection>> connections_;
   std::vector<double> first_;
   long events_ = 0, faults_ = 0;
@@ -191,14 +206,14 @@ class Load {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 9) {
-    std::fprintf(stderr, "usage: http_load PORT PATH BODY_STREAM BODY_PROBE STREAMS RATE WARM SECONDS\n");
+  if (argc != 10) {
+    std::fprintf(stderr, "usage: http_load PORT PATH BODY_STREAM BODY_PROBE STREAMS TOKENS RATE WARM SECONDS\n");
     return 2;
   }
   const std::string path = argv[2];
-  Load load(std::atoi(argv[1]), Request(path, ReadFile(argv[3])), Request(path, ReadFile(argv[4])));
   const int streams = std::atoi(argv[5]);
-  const double rate = std::atof(argv[6]), warm = std::atof(argv[7]), seconds = std::atof(argv[8]);
+  const double rate = std::atof(argv[7]), warm = std::atof(argv[8]), seconds = std::atof(argv[9]);
+  Load load(std::atoi(argv[1]), path, ReadFile(argv[3]), ReadFile(argv[4]), streams, std::atoi(argv[6]));
   for (int i = 0; i < streams; ++i) load.Open(false);
   load.Open(true);
   load.SendStreams();

@@ -2,7 +2,8 @@
 
     first_byte_p50_us   one request at a time: written to the first byte of its first event
     first_byte_p99_us   requests at random times, 5 a second, while --streams others get 20 tokens a second each
-    token_cpu_us        CPU of the server process (not the core's) for each token that it sent meanwhile
+    token_cpu_us        CPU of the server process (not the core's) for each token that it sent meanwhile, the work of
+                        requests included: a stream is one of 400 tokens, and ends and begins at its own time
     client_cpu          the share of one core that the load generator took (http_load.cpp, compiled here)
 
 Each wire format in turn (--wire). Server, core and load generator share the machine.
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TOKENS = 400  # of a stream, then the next one begins on its connection
 TEXT = "Hello there, how are you today?"
 MESSAGES = [{"role": "user", "content": TEXT}]
 WIRES: dict[str, tuple[str, dict[str, Any], str]] = {  # path, body, the field of the most tokens
@@ -73,10 +75,10 @@ def load(tool: Path, pid: int, port: int, wire: str, streams: int, rate: float, 
     """One run of the load generator and the server's CPU meanwhile."""
     path, body, field = WIRES[wire]
     bodies = []
-    for name, tokens in (("stream", 400), ("probe", 2)):
+    for name, tokens in (("stream", "@@@@@"), ("probe", 2)):
         bodies.append(tool.parent / f"{name}.json")
-        bodies[-1].write_text(json.dumps({**body, "stream": True, field: tokens}))
-    given = [tool, port, path, *bodies, streams, rate, 3 if streams else 0.5, seconds]
+        bodies[-1].write_text(json.dumps({**body, "stream": True, field: tokens}).replace('"@@@@@"', "@@@@@"))
+    given = [tool, port, path, *bodies, streams, TOKENS, rate, 3 if streams else 0.5, seconds]
     generator = subprocess.Popen([str(g) for g in given], stdout=subprocess.PIPE, text=True)
     assert generator.stdout is not None
     if generator.stdout.readline() != "begin\n":

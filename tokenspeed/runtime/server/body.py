@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -46,8 +46,9 @@ class BodyRoute(APIRoute):
         if not given.body_params:
             return super().get_route_handler()
         assert not (given.path_params or given.query_params or given.header_params or given.dependencies), self.path
-        ((name, model),) = ((param.name, param.field_info.annotation) for param in given.body_params)
-        validate: Callable[[Any], Any] = TypeAdapter(model).validate_python
+        (param,) = given.body_params
+        name, model = param.name, cast("Any", param.field_info.annotation)
+        validate = TypeAdapter[Any](model).validate_python
         more = given.request_param_name
 
         async def handle(request: Request) -> Response:
