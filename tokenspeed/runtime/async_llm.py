@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BURST = 8  # tokens that are delivered before the loop may turn to something else
+BURST = 16  # tokens that are delivered before the loop may turn to something else
 THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
 
 
@@ -101,6 +101,7 @@ class AsyncLLM:
         self._ready: Ready | None = None
         self._pump_task: asyncio.Task[None] | None = None
         self._live: dict[int, _Live] = {}
+        self._fresh: set[int] = set()  # those of them without a first token
         self._waiting_tokens = 0  # prompt tokens of choices without a first token
         self._ids = itertools.count(1)
         self._call_ids = itertools.count()
@@ -240,6 +241,7 @@ class AsyncLLM:
             request_id = next(self._ids)
             stream.request_ids.append(request_id)
             self._live[request_id] = live = _Live(stream, choice, len(ids), time.monotonic())
+            self._fresh.add(request_id)
             self._limit(request_id, live, params.timeout)
             self._waiting_tokens += len(ids)
             choice_params = copy.copy(core_params)
@@ -404,17 +406,20 @@ class AsyncLLM:
         while True:
             message = client.poll() if first or later else await client.recv()
             if isinstance(message, Deltas):
-                for delta in message.deltas:
-                    live = self._live.get(delta.request_id)
-                    (later if live is None or live.last_token else first).append(delta)
+                if self._fresh:
+                    for delta in message.deltas:
+                        (first if delta.request_id in self._fresh else later).append(delta)
+                else:
+                    later += message.deltas
                 if self._metrics is not None:
                     self._metrics.step(self.stats, message.stats)
                 self.stats = message.stats
-            now = time.monotonic()
-            for _ in range(BURST if message is None or isinstance(message, Deltas) else len(first) + len(later)):
-                if not (first or later):
+            now, whole = time.monotonic(), not isinstance(message, Deltas | None)
+            while batch := first or later:
+                for _ in range(min(BURST, len(batch))):
+                    self._deliver(batch.popleft(), now)
+                if not whole:
                     break
-                self._deliver((first or later).popleft(), now)
             if isinstance(message, Reply):
                 self._reply(message)
             elif isinstance(message, Died):
@@ -427,10 +432,14 @@ class AsyncLLM:
         live = self._live.get(delta.request_id)
         if live is None:
             return  # the front has ended it already
-        stream, choice = live.stream, live.choice
-        if not live.last_token and not choice.index:
-            stream.cached = (delta.cached_tokens, delta.cached_host, delta.cached_storage)
-        self._observe(live, len(delta.token_ids), now)
+        tokens = len(delta.token_ids)
+        if live.last_token:
+            if self._metrics is not None and tokens:
+                self._metrics.tokens(tokens, now - live.last_token)
+        else:
+            self._begun(live, delta, now)
+        live.last_token = now
+        choice = live.choice
         out = choice.accept(delta)
         if choice.finished:
             if delta.finish_reason is None:  # a stop string, which the core knows nothing of
@@ -438,15 +447,16 @@ class AsyncLLM:
                 self._client.send(Finish(delta.request_id))
             self._retire(delta.request_id, out.finish_reason if out else None)
         if out is not None:
-            stream.put(out)
+            live.stream.put(out)
 
-    def _observe(self, live: _Live, tokens: int, now: float) -> None:
-        first = not live.last_token
-        if first:
-            self._waiting_tokens -= live.prompt_tokens
-        if self._metrics is not None and tokens:
-            self._metrics.tokens(tokens, now - (live.submitted if first else live.last_token), first=first)
-        live.last_token = now
+    def _begun(self, live: _Live, delta: TokenDelta, now: float) -> None:
+        """The first delta of a choice."""
+        self._fresh.discard(delta.request_id)
+        self._waiting_tokens -= live.prompt_tokens
+        if not live.choice.index:
+            live.stream.cached = (delta.cached_tokens, delta.cached_host, delta.cached_storage)
+        if self._metrics is not None and delta.token_ids:
+            self._metrics.tokens(len(delta.token_ids), now - live.submitted, first=True)
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None, **why: Any) -> None:
         """The front ends a request: terminal delta to its stream, abort to the core."""
@@ -458,6 +468,7 @@ class AsyncLLM:
 
     def _retire(self, request_id: int, reason: FinishReason | None) -> None:
         live = self._live.pop(request_id)
+        self._fresh.discard(request_id)
         for timer in live.timers:
             timer.cancel()
         if not live.last_token:

@@ -136,7 +136,7 @@ class Metrics:
         self._request_prompt.observe(prompt_tokens)
         self._request_max.observe(max_tokens)
 
-    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+    def tokens(self, count: int, seconds: float, *, first: bool = False) -> None:
         """`count` tokens of one choice, `seconds` after its submission (`first`) or its tokens before."""
         self._generation_tokens.add(count)
         if first:

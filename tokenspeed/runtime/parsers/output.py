@@ -156,6 +156,11 @@ class OutputParser:
         if self._steps:
             next(self._steps)
 
+    @property
+    def plain(self) -> bool:
+        """Whether all text is content, as it stands."""
+        return self._steps is None
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain after `text`."""
         if self._steps is None:

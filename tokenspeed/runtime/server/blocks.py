@@ -56,12 +56,12 @@ News = Opened | Grew | Closed
 class Blocks:
     """The blocks of one choice. Give it the pieces in order with `add`, then `end` once."""
 
-    __slots__ = ("_custom", "_dropped", "_input", "_open", "_parallel", "_show_reasoning", "blocks")
+    __slots__ = ("_custom", "_dropped", "_input", "_parallel", "_show_reasoning", "blocks", "open")
 
     def __init__(self, tools: Iterable[Tool] = (), *, parallel: bool = True, show_reasoning: bool = True) -> None:
         """Without `parallel` all calls but the first are left out."""
         self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self.open: Block | None = None  # the last one, while more of it may come
         self._input: FreeformInput | None = None  # of a custom tool's call that is open
         self._dropped = False  # the call that is open is left out
         self._custom = {tool.name for tool in tools if tool.kind == "custom"}
@@ -75,7 +75,7 @@ class Blocks:
     @property
     def settled(self) -> int:
         """How many blocks are closed."""
-        return len(self.blocks) - (self._open is not None)
+        return len(self.blocks) - (self.open is not None)
 
     def joined(self, kind: Literal["reasoning", "text"]) -> str:
         """All text of one kind."""
@@ -117,30 +117,30 @@ class Blocks:
         self._open_new(call, news)
 
     def _arguments(self, text: str, news: list[News]) -> None:
-        if self._dropped or self._open is None or self._open.kind != "call":
+        if self._dropped or self.open is None or self.open.kind != "call":
             return
         if self._input is not None:
             text = self._input.feed(text)
         if text:
-            self._grow(self._open, text, news)
+            self._grow(self.open, text, news)
 
     def _end_call(self, news: list[News]) -> None:
-        if self._open is not None and self._open.kind == "call":
+        if self.open is not None and self.open.kind == "call":
             if self._input is not None and (rest := self._input.finish()):
-                self._grow(self._open, rest, news)
+                self._grow(self.open, rest, news)
             self._close(news)
         self._dropped = False
 
     def _of(self, kind: Literal["reasoning", "text"], news: list[News]) -> Block:
         """The open block of this kind, a new one if it is not open."""
-        if self._open is None or self._open.kind != kind:
+        if self.open is None or self.open.kind != kind:
             self._close(news)
             self._open_new(Block(kind, len(self.blocks)), news)
-        assert self._open is not None
-        return self._open
+        assert self.open is not None
+        return self.open
 
     def _open_new(self, block: Block, news: list[News]) -> None:
-        self._open = block
+        self.open = block
         self.blocks.append(block)
         news.append(Opened(block))
 
@@ -149,6 +149,6 @@ class Blocks:
         news.append(Grew(block, text))
 
     def _close(self, news: list[News]) -> None:
-        if self._open is not None:
-            news.append(Closed(self._open))
-            self._open = None
+        if self.open is not None:
+            news.append(Closed(self.open))
+            self.open = None

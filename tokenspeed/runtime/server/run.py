@@ -16,7 +16,7 @@ from tokenspeed.runtime.messages import FinishReason, TokenLogprob
 from tokenspeed.runtime.outputs import OutputDelta, Usage
 from tokenspeed.runtime.parsers import OutputParser, Piece, Reasoning, answer_mark, call_grammar, make_parser
 from tokenspeed.runtime.request_stream import RequestStream
-from tokenspeed.runtime.server.blocks import Blocks, News
+from tokenspeed.runtime.server.blocks import Block, Blocks, News
 from tokenspeed.runtime.server.turn import Turn
 
 
@@ -61,6 +61,20 @@ class Choice:
         if self._thinking:
             self.reasoning_tokens += len(delta.token_ids)
         return news
+
+    def grow(self, delta: OutputDelta) -> Block | None:
+        """The open text, if all that the delta does is to grow it by its text, as nearly every one of a plain answer does.
+
+        None, and nothing has happened, where it may do more: `accept` it.
+        """
+        block = self.blocks.open
+        if block is None or block.kind != "text" or not self._parser.plain or delta.logprobs is not None:
+            return None
+        if delta.finish_reason is not None or not delta.text:
+            return None
+        self.token_ids += delta.token_ids
+        block.parts.append(delta.text)
+        return block
 
     def _add(self, pieces: list[Piece]) -> list[News]:
         if pieces:

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,7 +25,6 @@ from tokenspeed.runtime.server.direct import Wire
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-P = ParamSpec("P")
 
 PING_SECONDS = 15.0  # of silence after which a ping keeps proxies and clients from giving up
 PING = b": ping\n\n"  # a comment, which clients skip
@@ -44,18 +43,18 @@ def named_event(payload: dict[str, Any]) -> bytes:
 
 
 class Frame:
-    """Events that differ in one string: the rest is encoded once."""
+    """Events that differ in one string, and perhaps in how they end: the rest is encoded once."""
 
     HOLE = "\0hole\0"
     __slots__ = ("_head", "_tail")
 
-    def __init__(self, sample: bytes) -> None:
-        """`sample`: an event with HOLE for that string."""
-        self._head, hole, self._tail = sample.rpartition(_encode(self.HOLE))
+    def __init__(self, sample: bytes, *, tail: bytes = b"") -> None:
+        """`sample`: an event with HOLE for that string. `tail`: its end, which `fill` gets anew."""
+        self._head, hole, self._tail = sample.removesuffix(tail).rpartition(_encode(self.HOLE))
         assert hole, "the sample has the hole"
 
-    def fill(self, text: str) -> bytes:
-        return self._head + _encode(text) + self._tail
+    def fill(self, text: str, tail: bytes = b"") -> bytes:
+        return b"".join((self._head, _encode(text), self._tail, tail))
 
 
 class Events(Protocol):
@@ -126,32 +125,34 @@ class EventStream(Response):
     async def _begin(self) -> None:
         try:
             self._send(await self._events.begin())
+            if not self._streams:
+                self._send(self._events.end())
+                self._over = True
         except EngineError as fault:
             self._send(self._events.fail(fault))
             self._over = True
-            return
-        for at, stream in enumerate(self._streams):
-            stream.listen(functools.partial(self._take, at))
-        if not self._streams:
-            self._tell(self._events.end)
+        if not self._over:
+            for at, stream in enumerate(self._streams):
+                stream.listen(functools.partial(self._take, at))
 
     def _take(self, at: int, delta: OutputDelta) -> None:
         """A delta has come. In the engine's call, so nothing may escape."""
         if self._over:
             return
-        self._tell(self._events.news, at, delta)
-        if delta.finish_reason is not None and not self._over and all(stream.ended for stream in self._streams):
-            self._tell(self._events.end)
-            self._end()
-
-    def _tell(self, write: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> None:
+        chunk, last = b"", False
         try:
-            self._send(write(*args, **kwargs))
+            chunk = self._events.news(at, delta)
+            if delta.finish_reason is not None and all(stream.ended for stream in self._streams):
+                last = True
+                chunk += self._events.end()
         except EngineError as fault:
-            self._send(self._events.fail(fault))
-            self._end()
+            last = True
+            chunk += self._events.fail(fault)
         except Exception as fault:
+            last = True
             self._fault = fault
+        self._send(chunk)
+        if last:
             self._end()
 
     def _send(self, chunk: bytes) -> None:

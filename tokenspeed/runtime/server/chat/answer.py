@@ -87,7 +87,10 @@ class Answer:
         return b""
 
     def news(self, at: int, delta: OutputDelta) -> bytes:
-        news, index, body = self._run.accept(delta), delta.index, self._body
+        index, body = delta.index, self._body
+        if self._bare and self._run.choices[index].grow(delta) is not None:
+            return self._frame(index).fill(delta.text)
+        news = self._run.accept(delta)
         if self._bare and delta.finish_reason is None and (text := _only_text(news)) is not None:
             return self._frame(index).fill(text)
         chunks: list[bytes] = []

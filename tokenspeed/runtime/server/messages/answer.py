@@ -70,9 +70,11 @@ class _Answer:
         return b""  # message_start says how much of the prompt was cached, which the first delta knows
 
     def news(self, at: int, delta: OutputDelta) -> bytes:
+        if (block := self._choice.grow(delta)) is not None:
+            return self._grew(block, delta.text)
         news = self._run.accept(delta)
         if self._begun and len(news) == 1 and isinstance(item := news[0], Grew):
-            return self._grew(item)
+            return self._grew(item.block, item.text)
         events: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -81,7 +83,7 @@ class _Answer:
             events.append(named_event({"type": "message_start", "message": message}))
         for item in news:
             if isinstance(item, Grew):
-                events.append(self._grew(item))
+                events.append(self._grew(item.block, item.text))
             else:
                 events += [named_event(payload) for payload in _events(item)]
         return b"".join(events)
@@ -93,10 +95,12 @@ class _Answer:
     def fail(self, fault: EngineError) -> bytes:
         return named_event(anthropic_error(status_of(fault)[0], fault.message))
 
-    def _grew(self, news: Grew) -> bytes:
-        if (at := news.block.at) not in self._frames:
-            self._frames[at] = Frame(named_event(_grown(Grew(news.block, Frame.HOLE))))
-        return self._frames[at].fill(news.text)
+    def _grew(self, block: Block, text: str) -> bytes:
+        """The event of a block that grew."""
+        frame = self._frames.get(block.at)
+        if frame is None:
+            frame = self._frames[block.at] = Frame(named_event(_grown(Grew(block, Frame.HOLE))))
+        return frame.fill(text)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}

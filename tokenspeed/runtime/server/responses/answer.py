@@ -78,13 +78,15 @@ class Answer:
 
     def news(self, at: int, delta: OutputDelta) -> bytes:
         assert isinstance(self.outcome, Run), "a delta comes of a run"
+        if (block := self.outcome.choices[0].grow(delta)) is not None:
+            return self._grew(block, delta.text)
         news = self.outcome.accept(delta)
         if len(news) == 1 and isinstance(item := news[0], Grew):
-            return self._grew(item)
+            return self._grew(item.block, item.text)
         events: list[bytes] = []
         for item in news:
             if isinstance(item, Grew):
-                events.append(self._grew(item))
+                events.append(self._grew(item.block, item.text))
             else:
                 events += [self._event(payload) for payload in self._news(item)]
         return b"".join(events)
@@ -102,14 +104,15 @@ class Answer:
         self._numbers += 1
         return named_event(payload)
 
-    def _grew(self, news: Grew) -> bytes:
+    def _grew(self, block: Block, text: str) -> bytes:
         """The event of a block that grew, numbered as `_event` does."""
-        if (at := news.block.at) not in self._frames:
-            (sample,) = self._news(Grew(news.block, Frame.HOLE))
-            self._frames[at] = Frame(named_event(sample))
+        frame = self._frames.get(block.at)
+        if frame is None:
+            (sample,) = self._news(Grew(block, Frame.HOLE))
+            frame = self._frames[block.at] = Frame(named_event(sample), tail=b"}\n\n")
         number = self._numbers
         self._numbers += 1
-        return self._frames[at].fill(news.text).removesuffix(b"}\n\n") + b',"sequence_number":%d}\n\n' % number
+        return frame.fill(text, b',"sequence_number":%d}\n\n' % number)
 
     def _news(self, news: News) -> Iterator[Event]:
         """The events of one item of news."""
