@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig, ServerConfig
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server.app import create_app
+from tokenspeed.runtime.server.direct import Direct
 from tokenspeed.runtime.server.gate import Life
 from tokenspeed.runtime.transport import CoreEntry
 
@@ -37,11 +39,16 @@ class AppServer:
         self,
         target: CoreEntry = scripted_core.run_core,
         server: ServerConfig | None = None,
+        *,
+        direct: bool = True,
+        send_buffer: int = 0,
         **options: Any,
     ) -> None:
+        """`direct`: events take the short way to the socket. `send_buffer` of the connections, in bytes."""
         self._config = EngineConfig(**{"model": "smollm2", "core": "inproc", **options})
         self._server_config = server or ServerConfig()
         self._target = target
+        self._direct, self._send_buffer = direct, send_buffer
         self._started = threading.Event()
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
@@ -53,14 +60,17 @@ class AppServer:
             await self.llm.start()
             self.life.phase = "ready"
             app = create_app(self.llm, self.life, self._server_config, metrics)
-            config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
+            sock = socket.create_server(("127.0.0.1", 0))
+            if self._send_buffer:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
+            config = uvicorn.Config(Direct(app) if self._direct else app, log_config=None, lifespan="off")
             self._uvicorn = uvicorn.Server(config)
             self.loop = asyncio.get_running_loop()
-            task = asyncio.create_task(self._uvicorn.serve())
+            task = asyncio.create_task(self._uvicorn.serve([sock]))
             while not self._uvicorn.started:
                 await asyncio.sleep(0.005)
-            port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-            self.url = f"http://127.0.0.1:{port}"
+            self.port: int = sock.getsockname()[1]
+            self.url = f"http://127.0.0.1:{self.port}"
             self._started.set()
             await task
             await self.llm.close()

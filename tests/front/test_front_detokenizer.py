@@ -23,13 +23,18 @@ STOPS = st.lists(
 )
 
 
-def run(tokens: list[int], stops: list[str], **options: object) -> tuple[list[tuple[str, int]], str | None, int]:
-    """((text, tokens) of each take and of the end, the stop string met, tokens pushed)."""
+def run(
+    tokens: list[int], stops: list[str], *, short: bool = False, **options: object
+) -> tuple[list[tuple[str, int]], str | None, int]:
+    """((text, tokens) of each take and of the end, the stop string met, tokens pushed); `short`: by `whole` where it can be."""
     detokenizer = Detokenizer(TABLE, frozenset({SPECIAL}), stops, **options)  # type: ignore[arg-type]
     taken, pushed = [], 0
     for token in tokens:
-        detokenizer.push(token)
         pushed += 1
+        if short and (text := detokenizer.whole(token)) is not None:
+            taken.append((text, 1))
+            continue
+        detokenizer.push(token)
         if detokenizer.stopped_by is not None:
             break
         taken.append(detokenizer.take())
@@ -60,6 +65,12 @@ def test_stream_equals_the_whole(tokens: list[int], stops: list[str], min_tokens
     taken, stopped, pushed = run(tokens, stops, min_tokens=min_tokens)
     assert ("".join(text for text, _ in taken), stopped) == expected(tokens, stops, min_tokens)
     assert sum(count for _, count in taken) == pushed
+
+
+@given(TOKENS, STOPS)
+@settings(max_examples=300, deadline=None)
+def test_the_short_way_gives_the_same_takes(tokens: list[int], stops: list[str]) -> None:
+    assert run(tokens, stops, short=True) == run(tokens, stops)
 
 
 @given(TOKENS, STOPS)
