@@ -109,8 +109,8 @@ cute: install ## CuTe DSL, and its kernels compiled ahead of time for sm_90a and
 	$(BIN)/pip install --quiet -c constraints.txt "nvidia-cutlass-dsl==4.8.1"
 	$(BIN)/python -m tokenspeed.kernels.cute
 
-bench-cpu: install ## decode speed beside transformers and the memory read ceiling
-	$(BIN)/python benchmarks/cpu_decode.py
+bench-cpu: install ## the CPU backend beside what peers there are (docs/performance.md), and the machine's ceilings
+	$(BIN)/python -m benchmarks.cpu_vs_peers
 
 bench-scheduler: install
 	$(BIN)/python benchmarks/scheduler.py
