@@ -32,9 +32,8 @@ from tokenspeed.kernels.norm import triton as norm
 
 MAX_TOKENS = 16
 COLUMNS = 16  # of an output: what a block takes at a time
-SLICES = 16  # of 64 columns of K: a step of the ring
 WARPS = 4
-STAGES = {8: 4, 16: 3}  # rows of activations, padded -> steps in the ring
+RING = 192 << 10  # bytes of shared memory, weights and rows
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -138,31 +137,54 @@ def _arrive(counter):
 
 
 @gluon.jit
-def _add(value, unit, weight, before, total, normed, squares, tokens, h, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
-    """before + value -> total; times the norm's weight -> normed; sums of squares of the unit's columns -> squares [TOKENS]."""
+def _ask(before, weight, unit, tokens, h, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(residual [COLUMNS, TOKENS], norm's weight [COLUMNS]) of a unit: asked for before the product that `_add` adds."""
+    column = unit * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    inside = (token < tokens)[None, :] & (column < h)[:, None]
+    old = gl.load(before + token[None, :] * h + column[:, None], mask=inside, other=0.0)
+    return old, gl.load(weight + column, mask=column < h, other=0.0)
+
+
+@gluon.jit
+def _add(value, unit, old, factor, total, normed, squares, tokens, h, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
+    """old + value -> total; times the norm's weight -> normed; sums of squares of the unit's columns -> squares [TOKENS]."""
     layout: gl.constexpr = value.type.layout
     column = unit * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     inside = (token < tokens)[None, :] & (column < h)[:, None]
     at = token[None, :] * h + column[:, None]
-    old = gl.load(before + at, mask=inside, other=0.0).to(gl.float32)
-    new = (old + value.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+    new = (old.to(gl.float32) + value.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
     gl.store(total + at, new, mask=inside)
     wide = new.to(gl.float32)
-    factor = gl.load(weight + column, mask=column < h, other=0.0).to(gl.float32)
-    gl.store(normed + at, (wide * factor[:, None]).to(gl.bfloat16), mask=inside)
+    gl.store(normed + at, (wide * factor.to(gl.float32)[:, None]).to(gl.bfloat16), mask=inside)
     gl.store(squares + unit * TOKENS + token, gl.sum(wide * wide, axis=0), mask=token < tokens)
 
 
 @gluon.jit
-def _inverse(squares, units, h, eps, TOKENS: gl.constexpr, UNITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """1 / root mean square of every row, summed over the units in order."""
+def _parts(squares, units, TOKENS: gl.constexpr, UNITS: gl.constexpr):
+    """The sums of squares [UNITS, TOKENS] of all blocks, past L1."""
     tile: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (TOKENS // 4), TOKENS // 4], [gl.num_warps(), 1], [1, 0])
     unit = gl.arange(0, UNITS, gl.SliceLayout(1, tile))
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, tile))
     at = squares + unit[:, None] * TOKENS + token[None, :]
-    parts = gl.load(at, mask=(unit < units)[:, None], other=0.0, cache_modifier=".cg")
+    return gl.load(at, mask=(unit < units)[:, None], other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _inverse(parts, h, eps, LAYOUT: gl.constexpr):
+    """1 / root mean square of every row, summed over the units in order."""
     return gl.convert_layout(1.0 / gl.sqrt(gl.sum(parts, axis=0) / h + eps), LAYOUT)
+
+
+@gluon.jit
+def _others(mine, done, counter, target, full, STAGES: gl.constexpr):
+    """Until all blocks have left the product before. A block with work of its own (`mine`) sees it by the rows that `_rows`
+    fetches behind its own wait, so that fewer warps ask the counter."""
+    if mine:
+        mbarrier.wait(full.index(done % STAGES), (done // STAGES) & 1)
+    else:
+        _await(counter, target)
 
 
 @gluon.jit
@@ -180,51 +202,52 @@ def _multiply(
     token = gl.arange(0, TOKENS, ROW)
     lane = gl.arange(0, COLUMNS, gl.SliceLayout(1, FLAT))
     inverse = gl.zeros([TOKENS], gl.float32, ROW)
+    second = squares + h_units * TOKENS
     done = 0
     if PDL:
         _asm("griddepcontrol.wait;")
     for u in range(program, h_units, programs):
+        old, factor = _ask(before, weight1, u, tokens, h, COLUMNS, TOKENS, FLAT)
         value, done = _product(
             done, o_steps, w_ring, w_full, x_ring, x_full, empty, STAGES, COLUMNS, TOKENS, SLICES
         )  # fmt: skip
-        _add(value, u, weight1, before, total, normed, squares, tokens, h, COLUMNS, TOKENS)
+        _add(value, u, old, factor, total, normed, squares, tokens, h, COLUMNS, TOKENS)
     _arrive(counter)
+    _others(program < f_units, done, counter, programs, x_full, STAGES)
+    parts = _parts(squares, h_units, TOKENS, UNITS)
     for u in range(program, f_units, programs):
         gate, done = _product(done, h_steps, w_ring, w_full, x_ring, x_full, empty, STAGES, COLUMNS, TOKENS, SLICES)
         up, done = _product(done, h_steps, w_ring, w_full, x_ring, x_full, empty, STAGES, COLUMNS, TOKENS, SLICES)
         if u == program:
-            _await(counter, programs)
-            inverse = _inverse(squares, h_units, h, eps, TOKENS, UNITS, ROW)
+            inverse = _inverse(parts, h, eps, ROW)
         gate = (gate * inverse[None, :]).to(gl.bfloat16).to(gl.float32)
         up = (up * inverse[None, :]).to(gl.bfloat16).to(gl.float32)
         bent = (gate / (1.0 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32)
         column = u * COLUMNS + lane
         inside = (token < tokens)[None, :] & (column < ffn)[:, None]
         gl.store(act + token[None, :] * ffn + column[:, None], (bent * up).to(gl.bfloat16), mask=inside)
-    if program >= f_units:
-        _await(counter, programs)
     _arrive(counter)
     for u in range(program, h_units, programs):
+        old, factor = _ask(total, weight2, u, tokens, h, COLUMNS, TOKENS, FLAT)
         value, done = _product(
             done, f_steps, w_ring, w_full, x_ring, x_full, empty, STAGES, COLUMNS, TOKENS, SLICES
         )  # fmt: skip
-        _add(value, u, weight2, total, total, normed, squares + h_units * TOKENS, tokens, h, COLUMNS, TOKENS)
+        _add(value, u, old, factor, total, normed, second, tokens, h, COLUMNS, TOKENS)
     if program >= h_units:
         _await(counter, programs * 2)
     _arrive(counter)
+    _others(program < q_units, done, counter, programs * 3, x_full, STAGES)
+    parts = _parts(second, h_units, TOKENS, UNITS)
     for u in range(program, q_units, programs):
         value, done = _product(
             done, h_steps, w_ring, w_full, x_ring, x_full, empty, STAGES, COLUMNS, TOKENS, SLICES
         )  # fmt: skip
         if u == program:
-            _await(counter, programs * 3)
-            inverse = _inverse(squares + h_units * TOKENS, h_units, h, eps, TOKENS, UNITS, ROW)
+            inverse = _inverse(parts, h, eps, ROW)
         column = u * COLUMNS + lane
         inside = (token < tokens)[None, :] & (column < columns)[:, None]
         at = token[None, :] * columns + column[:, None]
         gl.store(out + at, (value * inverse[None, :]).to(gl.bfloat16), mask=inside)
-    if program >= q_units:
-        _await(counter, programs * 3)
     if _arrive(counter) == programs * 4 - 1:  # everyone has passed every wait
         gl.store(counter, 0)
 
@@ -299,19 +322,25 @@ def linear_chain(
         norm.add_rms_norm(total, branch, weight2, eps=eps, out=(total, normed))
         portable.linear(normed, wq, out=following)
         return
-    padded = 8 if t <= 8 else 16
+    padded, slices = 8 if t <= 8 else 16, _slices(h)
+    stages = RING // (slices * (COLUMNS + padded) * 128)
     units = -(-h // COLUMNS)
     squares = scratch(y.device, "chain squares", 2 * units * MAX_TOKENS, torch.float32)
     counter = scratch(y.device, "chain counter", 1, torch.int32)
     launch(
         between_attentions, (processors(y.device),), x, weight1, weight2, total, normed, squares, act, following, counter,
-        *(_boxes(w, COLUMNS) for w in (wo, wgu, wd, wq)), *(_boxes(a, padded) for a in (y, normed, act)),
-        t, h, ffn, n, units, -(-ffn // COLUMNS), -(-n // COLUMNS), *(-(-a // (64 * SLICES)) for a in (k, h, ffn)), eps,
-        STAGES=STAGES[padded], COLUMNS=COLUMNS, TOKENS=padded, SLICES=SLICES, UNITS=power_of_2(units), num_warps=WARPS,
+        *(_boxes(w, slices, COLUMNS) for w in (wo, wgu, wd, wq)), *(_boxes(a, slices, padded) for a in (y, normed, act)),
+        t, h, ffn, n, units, -(-ffn // COLUMNS), -(-n // COLUMNS), *(-(-a // (64 * slices)) for a in (k, h, ffn)), eps,
+        STAGES=stages, COLUMNS=COLUMNS, TOKENS=padded, SLICES=slices, UNITS=power_of_2(units), num_warps=WARPS,
     )  # fmt: skip
 
 
-def _boxes(a: Tensor, rows: int) -> Any:
-    """The TMA descriptor of a [R, K] as [K / 64, R, 64]: boxes of SLICES x `rows` x 64, zero beyond the edges."""
+def _slices(h: int) -> int:
+    """Of 64 columns of K, in a step of the ring: large steps cost fewer waits, small ones start sooner and leave less over."""
+    return 16 if h <= 2048 else 8
+
+
+def _boxes(a: Tensor, slices: int, rows: int) -> Any:
+    """The TMA descriptor of a [R, K] as [K / 64, R, 64]: boxes of `slices` x `rows` x 64, zero beyond the edges."""
     n, k = a.shape
-    return TensorDescriptor(a, [k // 64, n, 64], [64, a.stride(0), 1], [SLICES, rows, 64], LAYOUT)
+    return TensorDescriptor(a, [k // 64, n, 64], [64, a.stride(0), 1], [slices, rows, 64], LAYOUT)
