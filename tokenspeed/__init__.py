@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from tokenspeed.runtime.engine import Engine
     from tokenspeed.runtime.outputs import RequestOutput
     from tokenspeed.runtime.sampling_params import SamplingParams
+    from tokenspeed.runtime.weights_socket import send_weights
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["Engine", "RequestOutput", "SamplingParams", "__version__", "send_weights"]
 
 _HOME = {
     "Engine": "tokenspeed.runtime.engine",
     "RequestOutput": "tokenspeed.runtime.outputs",
     "SamplingParams": "tokenspeed.runtime.sampling_params",
+    "send_weights": "tokenspeed.runtime.weights_socket",
 }
 
 

@@ -27,12 +27,15 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A safetensors directory."""
+    return _checkpoint(tmp_path_factory.mktemp("tiny"), 5)
+
+
+def _checkpoint(folder: Path, seed: int) -> str:
     from safetensors.torch import save_file
 
-    folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     h, f, d, n, kv = 256, 512, 64, 8, 2
-    g = torch.Generator().manual_seed(5)
+    g = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (1003, h), "model.norm.weight": (h,)}
     for i in range(3):
         p = f"model.layers.{i}."
@@ -264,3 +267,27 @@ def test_prefixes_from_host_memory_and_storage_give_the_same_tokens(model: str, 
                 if (tier, turn) in (("host", 1), ("storage", 0)):
                     assert sum(getattr(r.usage, f"cached_{tier}") for r in done) > 100
             engine.control("check")
+
+
+def test_other_weights_are_read_where_graphs_read_the_old_ones(model: str, tmp_path: Path) -> None:
+    """From a checkpoint and over a socket, in a captured engine: the tokens of one that starts with them."""
+    from safetensors.torch import load_file
+
+    from tokenspeed import SamplingParams, send_weights
+
+    (tmp_path / "other").mkdir()
+    other, path = _checkpoint(tmp_path / "other", 6), str(tmp_path / "weights")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def tokens(engine: Any) -> list[list[int]]:
+        prompts = [[(7 * i + k) % 1000 for k in range(5 + 40 * i)] for i in range(3)]
+        return [r.token_ids for r in engine.generate(input_ids=prompts, sampling_params=params)]
+
+    with _engine(other, tmp_path, "cuda") as engine:
+        theirs = tokens(engine)
+    with _engine(model, tmp_path, "cuda", weights_socket=path) as engine:
+        ours = tokens(engine)
+        engine.update_weights(other)
+        assert tokens(engine) == theirs != ours
+        send_weights(path, load_file(Path(model) / "model.safetensors"))
+        assert tokens(engine) == ours

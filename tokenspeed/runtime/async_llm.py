@@ -42,6 +42,7 @@ from tokenspeed.runtime.request_stream import Choice, RequestStream
 from tokenspeed.runtime.sampling_params import MAX_CHOICES, SEED_MASK, SamplingParams, check_integer, check_text
 from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
+from tokenspeed.runtime.weights_socket import WeightsSocket
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.chat_template import ChatTemplate
@@ -108,6 +109,7 @@ class AsyncLLM:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._room = asyncio.Event()
         self._writer = asyncio.Lock()  # of one that replaces the weights
+        self._weights: WeightsSocket | None = None
         self._open = asyncio.Event()  # requests are taken
         self._open.set()
         self._held = 0  # requests that wait for that
@@ -133,12 +135,20 @@ class AsyncLLM:
         if self.config.max_queued_requests:
             self._capacity = self._ready.max_running + self.config.max_queued_requests
         self._pump_task = asyncio.create_task(self._pump(self._client), name="tokenspeed-pump")
+        if self.config.weights_socket:
+            try:
+                self._weights = self._listen_for_weights(asyncio.get_running_loop())
+            except BaseException:
+                await self.close(force=True)
+                raise
         return self._ready
 
     async def close(self, *, force: bool = False) -> None:
         """Abort what runs, shut the core down (`force`: without waiting for it). Idempotent."""
         self._ready = None  # first, so that an abort cannot make room for one more request
         self.abort_all()
+        if self._weights is not None:
+            self._weights.close()
         if self._pump_task is not None:
             self._pump_task.cancel()
         if self._structures is not None:
@@ -298,8 +308,11 @@ class AsyncLLM:
         client.send(Control(call_id, name, args))
         return await future
 
-    async def update_weights(self, path: str, *, abort: bool = False, patience: float = 60.0) -> dict[str, Any]:
-        """Replace the model's weights by those of a checkpoint of the same configuration (directory or .gguf).
+    async def update_weights(
+        self, path: str, *, abort: bool = False, patience: float = 60.0, sent: bool = False
+    ) -> dict[str, Any]:
+        """Replace the model's weights by those of a checkpoint of the same configuration (directory or .gguf; `sent`: a
+        directory of tensors alone).
 
         A writer among the requests, which are readers: those in flight end first (`abort`: at once), for up to `patience`
         seconds; those that come meanwhile wait, and get the new weights. Prefix caches are emptied. Raises RequestError with
@@ -319,12 +332,19 @@ class AsyncLLM:
                         )
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._room.wait(), left)
-                return await self.control("update_weights", path=path)
+                return await self.control("update_weights", path=path, sent=sent)
             except EngineError as fault:
                 known = isinstance(fault, UnavailableError)
                 raise fault if known else RequestError(fault.message, param="path") from None
             finally:
                 self._open.set()
+
+    def _listen_for_weights(self, loop: asyncio.AbstractEventLoop) -> WeightsSocket:
+        def update(folder: str, abort: bool) -> dict[str, Any]:
+            work = self.update_weights(folder, abort=abort, sent=True)
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        return WeightsSocket(self.config.weights_socket, update)
 
     def abort_all(self, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End every request in flight, each with its terminal delta."""

@@ -159,6 +159,10 @@ class EngineConfig:
         check=at_least(0),
         help="Most prompt tokens in a step that also decodes, so that outputs do not stall; 0: the step's budget",
     )
+    weights_socket: str = option(
+        "",
+        help="Unix socket on which a trainer sends other weights (tokenspeed.send_weights); none: there is no socket",
+    )
     kv_events: int = option(
         0, check=at_least(0), help="Events of the prefix caches kept for routers (/internal/kv_events); 0: none"
     )

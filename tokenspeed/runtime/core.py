@@ -9,17 +9,19 @@ Every request ends with exactly one delta that carries a finish reason, except t
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.runtime.build import Built, build_engine, check_config
-from tokenspeed.runtime.checkpoint import open_checkpoint
+from tokenspeed.runtime.checkpoint import checkpoint_of, open_checkpoint
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.executor import StepResult
@@ -191,7 +193,7 @@ class EngineLoop:
         elif m.name == "flush_cache":
             self._answer(m, lambda: {"pages": self.scheduler.flush_cache(**m.args)})
         elif m.name == "update_weights":
-            self._answer(m, lambda: self._update_weights(str(m.args["path"])))
+            self._answer(m, lambda: self._update_weights(str(m.args["path"]), bool(m.args["sent"])))
         elif m.name == "check":
             self.scheduler.check()
             self.outbox.put(Reply(m.call_id, {"requests": self.scheduler.snapshot()}))
@@ -200,8 +202,9 @@ class EngineLoop:
         else:
             self.outbox.put(Reply(m.call_id, error=f"unknown control call {m.name!r}"))
 
-    def _update_weights(self, path: str) -> dict[str, Any]:
-        """Other weights for the same programs. What was computed with the old ones goes: the front has let its requests end."""
+    def _update_weights(self, path: str, sent: bool) -> dict[str, Any]:
+        """Other weights for the same programs. What was computed with the old ones goes: the front has let its requests end.
+        `sent`: a folder of tensors alone, which are said to be of this model's configuration."""
         while self.flying:  # of requests that have ended
             self._collect()
         if self._has_work() or self.grammars.waiting:
@@ -209,6 +212,9 @@ class EngineLoop:
         if self.stored:
             raise ValueError("kv_storage keeps pages of the weights it was started with: start anew with the others")
         began = self.pace.clock()
+        if sent:
+            config = checkpoint_of(self.artifact.checkpoint()).config
+            (Path(path) / "config.json").write_text(json.dumps(config))
         checkpoint = open_checkpoint(path)
         check_config(self.artifact, checkpoint)
         self.ranks.update(checkpoint.note())

@@ -232,6 +232,15 @@ class CudaExecutor(Executor):
     def run(self, step: Step) -> StepResult:
         return self.launch(step)()
 
+    def adopt(self, keep: bool) -> None:
+        """Copies the weights that were loaded over the others: captured graphs read them where those were."""
+        if keep:
+            with self.gpu.current():
+                for name, new in self._loaded.items():
+                    self.params[name].copy_(new)
+            self.gpu.synchronize()
+        self._loaded = {}
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device by use; `allocated` is what the allocator counts, graphs' private pools included."""
         sizes = {id(p): p.nbytes for p in self.params.values() if isinstance(p, Tensor)}

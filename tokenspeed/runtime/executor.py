@@ -30,7 +30,7 @@ from tokenspeed.kernels import memory
 from tokenspeed.kernels.registry import default_registry
 from tokenspeed.kernels.target import target_of
 from tokenspeed.runtime.checkpoint import Checkpoint
-from tokenspeed.runtime.errors import EngineError, StartupError
+from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.kv.tiers import RankTiers
 from tokenspeed.runtime.loader import load_weights
 from tokenspeed.runtime.progress import Progress
@@ -297,13 +297,9 @@ class Executor:
         return result
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Reads other weights beside those that serve; `adopt` takes them. Raises CheckpointError or EngineError."""
-        if self.device.type != "cpu":
-            raise EngineError(
-                "weights are replaced on CPU alone: a captured graph reads those that it was captured with"
-            )
+        """Reads other weights into host memory, beside those that serve; `adopt` takes them. Raises CheckpointError."""
         self._loaded = load_weights(
-            self.artifact.weights, checkpoint, self.config.rank, device=self.device, length=self.config.max_model_len
+            self.artifact.weights, checkpoint, self.config.rank, length=self.config.max_model_len
         )
 
     def adopt(self, keep: bool) -> None:
