@@ -5,7 +5,7 @@ VENV ?= .venv
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
+SOURCES := $(shell find scheduler_cpp tokenspeed/kernels/csrc tokenspeed/runtime/csrc -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 CPP := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
 
 .PHONY: demo test install build fmt lint type test-cpp test-asan test-tsan test-exhaustive test-matrix test-layouts rulecheck fuzz bench-cpu bench-scheduler docs clean

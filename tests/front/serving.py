@@ -58,6 +58,8 @@ class AppServer:
             metrics, self.life = Metrics("smollm2"), Life()
             self.llm = AsyncLLM(self._config, target=self._target, metrics=metrics)
             await self.llm.start()
+            if self._direct:
+                await self.llm.open_lanes()
             self.life.phase = "ready"
             app = create_app(self.llm, self.life, self._server_config, metrics)
             sock = socket.create_server(("127.0.0.1", 0))

@@ -23,6 +23,7 @@ import numpy as np
 
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import EngineError, QueueFullError, RequestError, UnavailableError
+from tokenspeed.runtime.lanes import Lane, token_texts
 from tokenspeed.runtime.messages import (
     Abort,
     Control,
@@ -45,6 +46,7 @@ from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
 from tokenspeed.runtime.weights_socket import WeightsSocket
 
 if TYPE_CHECKING:
+    from tokenspeed._lanes import Lanes
     from tokenspeed.runtime.chat_template import ChatTemplate
     from tokenspeed.runtime.grammar import Structure
     from tokenspeed.runtime.grammar.front import StructureCheck
@@ -64,7 +66,8 @@ class _Live:
     choice: Choice
     prompt_tokens: int
     submitted: float  # time.monotonic(), seconds
-    last_token: float = 0.0  # same clock; 0: none yet
+    last_token: float = 0.0  # same clock; 0: none yet. With a lane it stands there
+    lane: Lane | None = None
     timers: list[asyncio.TimerHandle] = dataclasses.field(default_factory=list)
 
 
@@ -102,6 +105,7 @@ class AsyncLLM:
         self._ready: Ready | None = None
         self._pump_task: asyncio.Task[None] | None = None
         self._live: dict[int, _Live] = {}
+        self._lanes: Lanes | None = None
         self._fresh: set[int] = set()  # those of them without a first token
         self._waiting_tokens = 0  # prompt tokens of choices without a first token
         self._ids = itertools.count(1)
@@ -142,6 +146,13 @@ class AsyncLLM:
                 await self.close(force=True)
                 raise
         return self._ready
+
+    async def open_lanes(self) -> None:
+        """Let plain tokens of streams take the short way to their sockets. Call it once it is started."""
+        if self.tokenizer is not None:
+            from tokenspeed._lanes import Lanes
+
+            self._lanes = Lanes(await asyncio.to_thread(token_texts, self.tokenizer))
 
     async def close(self, *, force: bool = False) -> None:
         """Abort what runs, shut the core down (`force`: without waiting for it). Idempotent."""
@@ -243,7 +254,7 @@ class AsyncLLM:
         """One prompt's choices to the core; `prompt` is `ids` packed."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         choices = [Choice(index, params, self.tokenizer, kept) for index in range(params.n)]
-        stream = RequestStream(ids, choices, self._close_stream)
+        stream = RequestStream(ids, choices, self)
         for choice in choices:
             if core_params.max_tokens == 0:
                 stream.put(choice.end("length"))
@@ -436,8 +447,9 @@ class AsyncLLM:
                 self.stats = message.stats
             now, whole = time.monotonic(), not isinstance(message, Deltas | None)
             while batch := first or later:
-                for _ in range(min(BURST, len(batch))):
-                    self._deliver(batch.popleft(), now)
+                group = [batch.popleft() for _ in range(min(BURST, len(batch)))]
+                for delta in group if self._lanes is None else self._written(self._lanes, group, now):
+                    self._deliver(delta, now)
                 if not whole:
                     break
             if isinstance(message, Reply):
@@ -448,10 +460,34 @@ class AsyncLLM:
             if first or later:
                 await asyncio.sleep(0)
 
+    def _written(self, lanes: Lanes, deltas: list[TokenDelta], now: float) -> list[TokenDelta]:
+        """Writes what has a lane; what is left to deliver."""
+        rest, gaps, unsent = lanes.step(deltas, now)
+        if self._metrics is not None:
+            self._metrics.gaps(gaps)
+        for request_id, data in unsent:
+            if (lane := self._live[request_id].lane) is not None:
+                lane.unsent(data)
+        for request_id, _ in unsent:
+            self._settle(request_id)
+        return rest
+
+    def _settle(self, request_id: int) -> None:
+        live = self._live[request_id]
+        if live.lane is None:
+            return
+        assert self._lanes is not None
+        live.lane = None
+        tokens, events, live.last_token = self._lanes.close(request_id)
+        if tokens:
+            live.stream.put(live.choice.passed(tokens, events))
+
     def _deliver(self, delta: TokenDelta, now: float) -> None:
         live = self._live.get(delta.request_id)
         if live is None:
             return  # the front has ended it already
+        if live.lane is not None:
+            self._settle(delta.request_id)
         tokens = len(delta.token_ids)
         if live.last_token:
             if self._metrics is not None and tokens:
@@ -481,6 +517,7 @@ class AsyncLLM:
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None, **why: Any) -> None:
         """The front ends a request: terminal delta to its stream, abort to the core."""
         live = self._live[request_id]
+        self._settle(request_id)
         self._retire(request_id, reason)
         if self._client is not None and not self.died.is_set():
             self._client.send(Abort(request_id))
@@ -497,10 +534,32 @@ class AsyncLLM:
         if self._metrics is not None:
             self._metrics.finished(reason or "abort", live.choice.num_tokens, time.monotonic() - live.submitted)
 
-    def _close_stream(self, stream: RequestStream) -> None:
+    # ---- what streams ask for --------------------------------------------------------------------------------------
+
+    def end_stream(self, stream: RequestStream) -> None:
         for request_id in stream.request_ids:
             if request_id in self._live:
                 self._end(request_id, "abort")
+
+    @property
+    def forwards(self) -> bool:
+        return self._lanes is not None
+
+    def forward(self, stream: RequestStream, lane: Lane) -> None:
+        (request_id,) = stream.request_ids
+        live = self._live.get(request_id)
+        if self._lanes is None or live is None or live.lane is not None or live.choice.holds:
+            return
+        live.lane = lane
+        form = {"head": lane.head, "middle": lane.middle, "end": lane.end}
+        self._lanes.open(request_id, fd=lane.fd, **form, number=lane.number, last=live.last_token)
+
+    def settle(self, stream: RequestStream) -> None:
+        for request_id in stream.request_ids:
+            if request_id in self._live:
+                self._settle(request_id)
+
+    # ---- calls and the end -----------------------------------------------------------------------------------------
 
     def _reply(self, message: Reply) -> None:
         future = self._calls.pop(message.call_id, None)

@@ -93,6 +93,11 @@ class Detokenizer:
         self._ends: deque[int] = deque()  # for each token not taken: the length of text that completes its characters
         self.stopped_by: str | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether no stop string is looked for."""
+        return self._matcher is None
+
     def whole(self, token_id: int) -> str | None:
         """The text of a token of whole characters while nothing is held back, now taken: nearly every token, for little.
 

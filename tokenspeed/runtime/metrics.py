@@ -6,7 +6,7 @@ and is shown as it came last. Times are differences of one process's monotonic c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -143,6 +143,12 @@ class Metrics:
             self._first_token.observe(seconds)
         else:
             self._inter_token.observe(seconds / count, count)
+
+    def gaps(self, gaps: Mapping[float, int]) -> None:
+        """How often so many seconds lay between a token and the one before."""
+        for seconds, count in gaps.items():
+            self._generation_tokens.add(count)
+            self._inter_token.observe(seconds, count)
 
     def finished(self, reason: str, tokens: int, seconds: float) -> None:
         """A choice has ended, `seconds` after its submission."""

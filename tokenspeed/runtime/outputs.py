@@ -29,6 +29,7 @@ class OutputDelta:
     stop_reason: str | int | None = None
     error: str | None = None  # with finish_reason "error"
     waited: bool = False  # with an error: the request waited too long for its turn
+    written: int = 0  # events of it that a lane has written already; 0: it is yet to be told
 
     @property
     def failure(self) -> GenerationError:

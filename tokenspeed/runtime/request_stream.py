@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from tokenspeed.runtime.detokenizer import Detokenizer
+from tokenspeed.runtime.lanes import Lane
 from tokenspeed.runtime.messages import FinishReason, TokenDelta, TokenLogprob
 from tokenspeed.runtime.outputs import Completion, OutputDelta, RequestOutput, Usage
 from tokenspeed.runtime.sampling_params import SamplingParams
@@ -69,6 +71,23 @@ class Choice:
             out.stop_reason = None if is_eos else delta.stop_token_id
         return self._emit(out)
 
+    @property
+    def plain(self) -> bool:
+        """Whether each token of whole characters goes out as it comes, with its text and no more."""
+        return self._detokenizer is not None and self._detokenizer.plain and not self._logprobs
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
+    def passed(self, token_ids: list[int], events: int) -> OutputDelta:
+        """Tokens that a lane has written, while nothing was held."""
+        assert self._detokenizer is not None and not self._held
+        pieces = [self._detokenizer.whole(token) or "" for token in token_ids]
+        self.num_tokens += len(token_ids)
+        return OutputDelta(self.index, "".join(pieces), token_ids, pieces, written=events)
+
     def end(
         self, reason: FinishReason, error: str | None = None, *, stop_reason: str | None = None, waited: bool = False
     ) -> OutputDelta:
@@ -96,6 +115,22 @@ class Choice:
         return out
 
 
+class Owner(Protocol):
+    """The engine's side of a stream."""
+
+    def end_stream(self, stream: RequestStream) -> None:
+        """Abort what is not finished."""
+        ...
+
+    def forward(self, stream: RequestStream, lane: Lane) -> None: ...
+    def settle(self, stream: RequestStream) -> None: ...
+
+    @property
+    def forwards(self) -> bool:
+        """Whether there are lanes."""
+        ...
+
+
 class RequestStream:
     """Iterate it for deltas, have them told to a listener, or `collect` it for the result; each delta is had once.
 
@@ -106,14 +141,14 @@ class RequestStream:
         self,
         prompt_ids: list[int],
         choices: list[Choice],
-        on_close: Callable[[RequestStream], None],
+        owner: Owner,
     ) -> None:
         self.prompt_ids = prompt_ids
         self.choices = choices
         self.request_ids: list[int] = []  # of the choices that went to the core
         # Prompt tokens from the prefix cache; of those from host memory, from storage.
         self.cached: tuple[int, int, int] = (0, 0, 0)
-        self._on_close = on_close
+        self._owner = owner
         self._deltas: deque[OutputDelta] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[OutputDelta], None] | None = None
@@ -169,6 +204,20 @@ class RequestStream:
         self.listen(listener)
         await done
 
+    @property
+    def forwardable(self) -> bool:
+        """Whether its tokens may take a lane."""
+        return self._owner.forwards and len(self.choices) == 1 and self.choices[0].plain
+
+    def forward(self, lane: Lane) -> None:
+        """From now on plain tokens take the lane, as long as they can; the listener is told of them later (`written`)."""
+        if not self._closed:
+            self._owner.forward(self, lane)
+
+    def settle(self) -> None:
+        """Tell the listener what has gone through the lane, which ends."""
+        self._owner.settle(self)
+
     def __aiter__(self) -> RequestStream:
         return self
 
@@ -190,12 +239,12 @@ class RequestStream:
         self._closed = True
         self._deltas.clear()
         self._wake()
-        self._on_close(self)
+        self._owner.end_stream(self)
 
     def abort(self) -> None:
         """End what is not finished with the finish reason `abort`, which the iteration still yields."""
         if not self._closed:
-            self._on_close(self)
+            self._owner.end_stream(self)
 
     async def collect(self) -> RequestOutput:
         """All choices, finished. Raises GenerationError where the core failed on one; closes the stream."""

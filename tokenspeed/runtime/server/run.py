@@ -62,15 +62,19 @@ class Choice:
             self.reasoning_tokens += len(delta.token_ids)
         return news
 
+    @property
+    def open_text(self) -> Block | None:
+        """The open text, if nothing but more of it can come before the end: so it is with nearly every token of a plain answer."""
+        block = self.blocks.open
+        return block if block is not None and block.kind == "text" and self._parser.plain else None
+
     def grow(self, delta: OutputDelta) -> Block | None:
-        """The open text, if all that the delta does is to grow it by its text, as nearly every one of a plain answer does.
+        """The open text, if all that the delta does is to grow it by its text.
 
         None, and nothing has happened, where it may do more: `accept` it.
         """
-        block = self.blocks.open
-        if block is None or block.kind != "text" or not self._parser.plain or delta.logprobs is not None:
-            return None
-        if delta.finish_reason is not None or not delta.text:
+        block = self.open_text
+        if block is None or delta.logprobs is not None or delta.finish_reason is not None or not delta.text:
             return None
         self.token_ids += delta.token_ids
         block.parts.append(delta.text)

@@ -95,6 +95,7 @@ async def _live(
         await asyncio.gather(loading, return_exceptions=True)
         return 0
     ready = loading.result()
+    await llm.open_lanes()
     gc.collect()
     gc.freeze()  # what was built stays: a collection between two answers need not look at it
     life.phase = "ready"

@@ -11,9 +11,8 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,6 +21,7 @@ from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
 from tokenspeed.runtime.server.direct import Wire
+from tokenspeed.runtime.server.frame import Frame
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,43 +29,20 @@ T = TypeVar("T")
 PING_SECONDS = 15.0  # of silence after which a ping keeps proxies and clients from giving up
 PING = b": ping\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
-
-
-def event(payload: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: " + _encode(payload) + b"\n\n"
-
-
-def named_event(payload: dict[str, Any]) -> bytes:
-    """One event that also bears its type as its name."""
-    return b"event: " + payload["type"].encode() + b"\ndata: " + _encode(payload) + b"\n\n"
-
-
-class Frame:
-    """Events that differ in one string, and perhaps in how they end: the rest is encoded once."""
-
-    HOLE = "\0hole\0"
-    __slots__ = ("_head", "_tail")
-
-    def __init__(self, sample: bytes, *, tail: bytes = b"") -> None:
-        """`sample`: an event with HOLE for that string. `tail`: its end, which `fill` gets anew."""
-        self._head, hole, self._tail = sample.removesuffix(tail).rpartition(_encode(self.HOLE))
-        assert hole, "the sample has the hole"
-
-    def fill(self, text: str, tail: bytes = b"") -> bytes:
-        return b"".join((self._head, _encode(text), self._tail, tail))
 
 
 class Events(Protocol):
     """How a wire writes one answer: the bytes of whole events, none where there is nothing to tell.
 
     `begin` is called first, then `news` for each delta (`at`: its stream), then `end`; `fail` stands for the rest where one
-    of them raises an EngineError.
+    of them raises an EngineError. `form` says how the only choice goes on while nothing but text can come next, and which
+    number its next event has; `passed` is told a delta whose events were written so.
     """
 
     async def begin(self) -> bytes: ...
     def news(self, at: int, delta: OutputDelta) -> bytes: ...
+    def form(self) -> tuple[Frame, int | None] | None: ...
+    def passed(self, delta: OutputDelta) -> None: ...
     def end(self) -> bytes: ...
     def fail(self, fault: EngineError) -> bytes: ...
 
@@ -97,6 +74,7 @@ class EventStream(Response):
         self._wire: Wire | None = None
         self._queue: list[bytes] = []  # what could not be written at once
         self._queued = True  # whether events go through the queue: until it is empty, so that they keep their order
+        self._forwards = False  # whether events may take a lane
         self._over = False
         self._fault: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -121,6 +99,8 @@ class EventStream(Response):
                 self._timer.cancel()
             watcher.cancel()
             await asyncio.wait([watcher])
+            if self._wire is not None:
+                self._wire.close()
 
     async def _begin(self) -> None:
         try:
@@ -132,12 +112,17 @@ class EventStream(Response):
             self._send(self._events.fail(fault))
             self._over = True
         if not self._over:
+            self._forwards = len(self._streams) == 1 and self._streams[0].forwardable
             for at, stream in enumerate(self._streams):
                 stream.listen(functools.partial(self._take, at))
 
     def _take(self, at: int, delta: OutputDelta) -> None:
         """A delta has come. In the engine's call, so nothing may escape."""
         if self._over:
+            return
+        if delta.written:
+            self._sent = time.monotonic()
+            self._events.passed(delta)
             return
         chunk, last = b"", False
         try:
@@ -154,6 +139,16 @@ class EventStream(Response):
         self._send(chunk)
         if last:
             self._end()
+        elif self._forwards and not self._queued:
+            self._forward()
+
+    def _forward(self) -> None:
+        """What follows takes a lane, if it can."""
+        form = self._events.form()
+        if form is None or self._wire is None:
+            return
+        if (lane := self._wire.lane(*form)) is not None:
+            self._streams[0].forward(lane)
 
     def _send(self, chunk: bytes) -> None:
         if not chunk:
@@ -190,6 +185,8 @@ class EventStream(Response):
             self._waiter.set_result(None)
 
     def _fill_silence(self) -> None:
+        if self._forwards:
+            self._streams[0].settle()
         silence = time.monotonic() - self._sent
         if silence >= PING_SECONDS:
             self._send(self._ping)

@@ -14,10 +14,11 @@ from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
 from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.errors import error_object
+from tokenspeed.runtime.server.frame import Frame, event
 from tokenspeed.runtime.server.render import chat_logprobs, usage_object
 from tokenspeed.runtime.server.run import Choice, Run, begin
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import DONE, EventStream, Frame, event, until_disconnect
+from tokenspeed.runtime.server.sse import DONE, EventStream, until_disconnect
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
 
@@ -102,6 +103,12 @@ class Answer:
         if parts or delta.finish_reason or body.logprobs or body.return_token_ids:
             chunks.append(self._chunk(delta, parts[-1] if parts else {}))
         return b"".join(chunks)
+
+    def form(self) -> tuple[Frame, int | None] | None:
+        return (self._frame(0), None) if self._bare and self._run.choices[0].open_text else None
+
+    def passed(self, delta: OutputDelta) -> None:
+        self._run.choices[0].grow(delta)
 
     def end(self) -> bytes:
         if not self._body.include_usage:

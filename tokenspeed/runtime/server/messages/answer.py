@@ -14,10 +14,11 @@ from tokenspeed.runtime.errors import EngineError, UnavailableError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, Opened
 from tokenspeed.runtime.server.errors import anthropic_error, status_of
+from tokenspeed.runtime.server.frame import Frame, named_event
 from tokenspeed.runtime.server.messages.request import NAMES, CountRequest, MessagesRequest
 from tokenspeed.runtime.server.run import Run, begin, prompt
 from tokenspeed.runtime.server.served import Served
-from tokenspeed.runtime.server.sse import EventStream, Frame, named_event, until_disconnect
+from tokenspeed.runtime.server.sse import EventStream, until_disconnect
 from tokenspeed.runtime.server.turn import renamed
 from tokenspeed.runtime.server.whole import CLIENT_GONE, json_response
 
@@ -88,6 +89,13 @@ class _Answer:
                 events += [named_event(payload) for payload in _events(item)]
         return b"".join(events)
 
+    def form(self) -> tuple[Frame, int | None] | None:
+        block = self._choice.open_text
+        return (self._frame(block), None) if block is not None else None
+
+    def passed(self, delta: OutputDelta) -> None:
+        self._choice.grow(delta)
+
     def end(self) -> bytes:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         return named_event(delta) + named_event({"type": "message_stop"})
@@ -96,11 +104,14 @@ class _Answer:
         return named_event(anthropic_error(status_of(fault)[0], fault.message))
 
     def _grew(self, block: Block, text: str) -> bytes:
-        """The event of a block that grew."""
+        return self._frame(block).fill(text)
+
+    def _frame(self, block: Block) -> Frame:
+        """Of the events of a block that grows."""
         frame = self._frames.get(block.at)
         if frame is None:
             frame = self._frames[block.at] = Frame(named_event(_grown(Grew(block, Frame.HOLE))))
-        return frame.fill(text)
+        return frame
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}

@@ -15,10 +15,10 @@ from tokenspeed.runtime.errors import EngineError, UnavailableError
 from tokenspeed.runtime.outputs import OutputDelta, Usage
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, News, Opened
 from tokenspeed.runtime.server.errors import status_of
+from tokenspeed.runtime.server.frame import Frame, named_event
 from tokenspeed.runtime.server.responses.items import seal
 from tokenspeed.runtime.server.responses.request import ResponsesRequest
 from tokenspeed.runtime.server.run import Run
-from tokenspeed.runtime.server.sse import Frame, named_event
 
 Event = dict[str, Any]
 
@@ -91,6 +91,15 @@ class Answer:
                 events += [self._event(payload) for payload in self._news(item)]
         return b"".join(events)
 
+    def form(self) -> tuple[Frame, int | None] | None:
+        block = self.outcome.choices[0].open_text if isinstance(self.outcome, Run) else None
+        return (self._frame(block), self._numbers) if block is not None else None
+
+    def passed(self, delta: OutputDelta) -> None:
+        assert isinstance(self.outcome, Run), "a delta comes of a run"
+        self.outcome.choices[0].grow(delta)
+        self._numbers += delta.written
+
     def end(self) -> bytes:
         if isinstance(self.outcome, EngineError):
             raise self.outcome
@@ -106,13 +115,17 @@ class Answer:
 
     def _grew(self, block: Block, text: str) -> bytes:
         """The event of a block that grew, numbered as `_event` does."""
+        number = self._numbers
+        self._numbers += 1
+        return self._frame(block).fill(text, number)
+
+    def _frame(self, block: Block) -> Frame:
+        """Of the events of a block that grows."""
         frame = self._frames.get(block.at)
         if frame is None:
             (sample,) = self._news(Grew(block, Frame.HOLE))
-            frame = self._frames[block.at] = Frame(named_event(sample), tail=b"}\n\n")
-        number = self._numbers
-        self._numbers += 1
-        return frame.fill(text, b',"sequence_number":%d}\n\n' % number)
+            frame = self._frames[block.at] = Frame(named_event(sample), number="sequence_number")
+        return frame
 
     def _news(self, news: News) -> Iterator[Event]:
         """The events of one item of news."""

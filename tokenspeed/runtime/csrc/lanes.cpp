@@ -1,0 +1,177 @@
+// The plain tokens of a step, written to the sockets of their streams in one call.
+//
+// A lane is a stream of which nothing can come next but text, in events of one form: HEAD "text" MIDDLE [number END],
+// each as a chunk of HTTP/1.1. Invariant: the bytes are those that the event's frame in Python would have given, and
+// whatever is not a plain token of an open lane is handed back untouched, with all that comes behind it on its lane.
+// What a lane has written is told when it is closed.
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+struct Lane {
+  int fd;
+  std::string head, middle, end;
+  std::optional<std::int64_t> number;  // of the next event, where events are numbered
+  double last;                         // when its last token came, seconds
+  std::vector<std::int64_t> tokens;    // written
+  std::int64_t events = 0;             // written
+  bool held = false;                   // something that is not plain came: the rest is for the caller
+  bool full = false;                   // its socket took less than it was given: nothing more may go there
+};
+
+struct Chunk {
+  std::int64_t request;
+  Lane* lane;
+  std::size_t begin, size;  // in the step's bytes
+  std::size_t sent = 0;
+};
+
+py::object Interned(const char* name) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name)); }
+
+template <typename T>
+void AppendNumber(std::string& out, T value, int base) {
+  char digits[24];
+  out.append(digits, std::to_chars(digits, digits + sizeof digits, value, base).ptr);
+}
+
+class Lanes {
+ public:
+  // `texts`: each token's text as a JSON string without its quotes; none for one that is not plain.
+  explicit Lanes(const std::vector<std::optional<std::string>>& texts) {
+    for (const auto& text : texts) {
+      texts_.emplace_back(bytes_.size(), text ? text->size() : 0);
+      if (text) bytes_ += *text;
+    }
+  }
+
+  void Open(std::int64_t request, int fd, std::string head, std::string middle, std::string end,
+            std::optional<std::int64_t> number, double last) {
+    const Lane lane{fd, std::move(head), std::move(middle), std::move(end), number, last, {}};
+    if (!lanes_.try_emplace(request, lane).second) throw std::invalid_argument("the request has a lane already");
+  }
+
+  // (tokens that were written, how many events they were, when the last one came).
+  std::tuple<std::vector<std::int64_t>, std::int64_t, double> Close(std::int64_t request) {
+    auto found = lanes_.extract(request);
+    if (found.empty()) throw std::invalid_argument("the request has no lane");
+    Lane& lane = found.mapped();
+    return {std::move(lane.tokens), lane.events, lane.last};
+  }
+
+  // Writes what it can of some deltas that came `now`. (deltas that are the caller's, seconds between tokens -> how
+  // often, (request, bytes that its socket did not take)).
+  py::tuple Step(const py::list& deltas, double now) {
+    py::list rest;
+    step_.clear();
+    chunks_.clear();
+    gaps_.clear();
+    for (const py::handle delta : deltas)
+      if (!Take(delta, now)) rest.append(delta);
+    {
+      const py::gil_scoped_release release;
+      for (Chunk& chunk : chunks_) {
+        if (chunk.lane->full) continue;
+        const ssize_t n = send(chunk.lane->fd, step_.data() + chunk.begin, chunk.size, MSG_DONTWAIT | MSG_NOSIGNAL);
+        chunk.sent = n > 0 ? static_cast<std::size_t>(n) : 0;
+        chunk.lane->full = chunk.sent < chunk.size;
+      }
+    }
+    py::list unsent;
+    for (const Chunk& chunk : chunks_)
+      if (chunk.sent < chunk.size) {
+        const py::bytes left(step_.data() + chunk.begin + chunk.sent, chunk.size - chunk.sent);
+        unsent.append(py::make_tuple(chunk.request, left));
+      }
+    py::dict gaps;
+    for (const auto& [seconds, count] : gaps_) gaps[py::float_(seconds)] = count;
+    return py::make_tuple(rest, gaps, unsent);
+  }
+
+ private:
+  // Whether a delta is plain and its lane open: then its event is among the writes.
+  bool Take(py::handle delta, double now) {
+    const auto request = py::getattr(delta, request_id_).cast<std::int64_t>();
+    const auto found = lanes_.find(request);
+    if (found == lanes_.end()) return false;
+    Lane& lane = found->second;
+    const py::list tokens = py::getattr(delta, token_ids_);
+    if (lane.held || lane.full || tokens.empty() || !py::getattr(delta, finish_reason_).is_none() ||
+        !py::getattr(delta, logprobs_).is_none() || !Plain(tokens)) {
+      lane.held = true;
+      return false;
+    }
+    Add(request, lane, tokens, now);
+    return true;
+  }
+
+  bool Plain(const py::list& tokens) const {
+    return std::all_of(tokens.begin(), tokens.end(), [this](py::handle token) {
+      const auto id = token.cast<std::int64_t>();
+      return id >= 0 && id < static_cast<std::int64_t>(texts_.size()) &&
+             texts_[static_cast<std::size_t>(id)].second > 0;
+    });
+  }
+
+  void Add(std::int64_t request, Lane& lane, const py::list& tokens, double now) {
+    event_ = lane.head;
+    event_ += '"';
+    for (const py::handle token : tokens) {
+      const auto id = token.cast<std::size_t>();
+      event_.append(bytes_, texts_[id].first, texts_[id].second);
+      lane.tokens.push_back(static_cast<std::int64_t>(id));
+    }
+    event_ += '"';
+    event_ += lane.middle;
+    if (lane.number) AppendNumber(event_, (*lane.number)++, 10);
+    event_ += lane.end;
+    const std::size_t begin = step_.size();
+    AppendNumber(step_, event_.size(), 16);
+    step_ += "\r\n";
+    step_ += event_;
+    step_ += "\r\n";
+    chunks_.push_back({request, &lane, begin, step_.size() - begin});
+    ++lane.events;
+    const auto count = static_cast<std::int64_t>(tokens.size());
+    gaps_[(now - lane.last) / static_cast<double>(count)] += count;
+    lane.last = now;
+  }
+
+  const py::object request_id_ = Interned("request_id"), token_ids_ = Interned("token_ids"),
+                   finish_reason_ = Interned("finish_reason"), logprobs_ = Interned("logprobs");
+  std::string bytes_;
+  std::vector<std::pair<std::size_t, std::size_t>>
+      texts_;  // of each token: where its text is in bytes_, and its length
+  std::unordered_map<std::int64_t, Lane> lanes_;
+  std::string step_, event_;
+  std::vector<Chunk> chunks_;
+  std::unordered_map<double, std::int64_t> gaps_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_lanes, m) {
+  py::class_<Lanes>(m, "Lanes")
+      .def(py::init<const std::vector<std::optional<std::string>>&>(), py::arg("texts"))
+      .def("open", &Lanes::Open, py::arg("request"), py::kw_only(), py::arg("fd"), py::arg("head"), py::arg("middle"),
+           py::arg("end"), py::arg("number"), py::arg("last"))
+      .def("close", &Lanes::Close, py::arg("request"))
+      .def("step", &Lanes::Step, py::arg("deltas"), py::arg("now"));
+}
