@@ -86,7 +86,7 @@ def reasoning_of(tool: str) -> str:
 @pytest.mark.parametrize("tool", TOOL_PARSERS)
 def test_every_output_of_the_grammar_is_calls(tool: str) -> None:
     chance = random.Random(tool)
-    source = call_grammar(tool, TOOLS, "required", True).source
+    source = call_grammar(tool, TOOLS, None, True).source
     texts = [text for _ in range(8) if (text := walk(source, chance)) is not None]
     assert len(texts) > 1
     for text in texts:
@@ -118,29 +118,36 @@ WRITTEN = {
 @pytest.mark.parametrize("tool", WRITTEN)
 def test_a_call_that_the_model_was_taught_is_allowed(tool: str) -> None:
     text = WRITTEN[tool]
-    assert accepts(call_grammar(tool, TOOLS, "required", True).source, text)
+    assert accepts(call_grammar(tool, TOOLS, None, True).source, text)
     assert accepts(call_grammar(tool, TOOLS, "now", True).source, text)
     assert not accepts(call_grammar(tool, TOOLS, "order", True).source, text)
-    assert not accepts(call_grammar(tool, TOOLS, "required", True).source, "Hello")
+    assert not accepts(call_grammar(tool, TOOLS, None, True).source, "Hello")
 
 
 def test_parallel_calls_and_a_named_one() -> None:
     one = WRITTEN["hermes"]
     two = f"{one}\n{one}"
-    assert accepts(call_grammar("hermes", TOOLS, "required", True).source, two)
-    assert not accepts(call_grammar("hermes", TOOLS, "required", False).source, two)
+    assert accepts(call_grammar("hermes", TOOLS, None, True).source, two)
+    assert not accepts(call_grammar("hermes", TOOLS, None, False).source, two)
     assert not accepts(call_grammar("hermes", TOOLS, "now", True).source, two)
+
+
+def test_a_tool_may_be_called_as_a_word_of_the_api() -> None:
+    tools = [Tool("required"), Tool("auto")]
+    written = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+    source = call_grammar("hermes", tools, "required", True).source
+    assert accepts(source, written % "required") and not accepts(source, written % "auto")
 
 
 def test_a_model_may_think_before_a_forced_call() -> None:
     call, tools = WRITTEN["hermes"], (NOW,)
-    free = call_grammar("hermes", tools, "required", True, reasoning="qwen3", prompt="<|im_start|>assistant\n")
+    free = call_grammar("hermes", tools, None, True, reasoning="qwen3", prompt="<|im_start|>assistant\n")
     assert free.after == "" and accepts(free.source, call)
     text = f"<think>\na <tool_call>\n</think>\n\n{call}"
     assert accepts(free.source, text)
-    opened = call_grammar("hermes", tools, "required", True, reasoning="qwen3", prompt="<think>\n")
+    opened = call_grammar("hermes", tools, None, True, reasoning="qwen3", prompt="<think>\n")
     assert opened.after == "</think>" and accepts(opened.source, f"\n\n{call}")
-    closed = call_grammar("hermes", tools, "required", True, reasoning="qwen3", prompt="<think>\n\n</think>\n\n")
+    closed = call_grammar("hermes", tools, None, True, reasoning="qwen3", prompt="<think>\n\n</think>\n\n")
     assert closed.after == "" and accepts(closed.source, call) and not accepts(closed.source, text)
     harmony = call_grammar("gpt-oss", tools, "now", False, reasoning="gpt_oss")
     thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
@@ -151,9 +158,9 @@ def test_a_model_may_think_before_a_forced_call() -> None:
 
 def test_a_tool_may_have_any_name_and_a_schema_any_fault() -> None:
     odd = Tool("NAME_INDEX_KEY", {"type": "object", "properties": {"KEY": {"type": "string"}}, "required": ["KEY"]})
-    source = call_grammar("hermes", [odd], "required", True).source
+    source = call_grammar("hermes", [odd], None, True).source
     assert accepts(source, '<tool_call>\n{"name": "NAME_INDEX_KEY", "arguments": {"KEY": "x"}}\n</tool_call>')
-    source = call_grammar("glm45", [odd], "required", True).source
+    source = call_grammar("glm45", [odd], None, True).source
     call = "<tool_call>NAME_INDEX_KEY\n<arg_key>KEY</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
     assert accepts(source, call)
     circle = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 40}}}
@@ -165,7 +172,7 @@ def test_a_tool_may_have_any_name_and_a_schema_any_fault() -> None:
         {"type": "string"},
     ):
         for tool in ("hermes", "glm45", "pythonic"):
-            assert call_grammar(tool, [Tool("f", schema)], "required", True).source
+            assert call_grammar(tool, [Tool("f", schema)], None, True).source
             parse(make_parser(tool, None, tools=[Tool("f", schema)]), ["<tool_call>f\n<arg_key>a</arg_key>"])
 
 
@@ -180,19 +187,19 @@ def test_what_the_engine_cannot_check_is_left_out_of_a_tool_that_is_not_strict()
         "required": ["mail"],
     }
     call = '<tool_call>\n{"name": "f", "arguments": {"mail": "a", "pattern": [1, 1]}}\n</tool_call>'
-    assert accepts(call_grammar("hermes", [Tool("f", wild)], "required", True).source, call)
-    strict = call_grammar("hermes", [Tool("f", wild, strict=True)], "required", True).source
+    assert accepts(call_grammar("hermes", [Tool("f", wild)], None, True).source, call)
+    strict = call_grammar("hermes", [Tool("f", wild, strict=True)], None, True).source
     text = llguidance.LLMatcher.grammar_from_lark(strict)
     assert llguidance.LLMatcher(BYTES, text).is_error()
     nested: Any = {"type": "object"}
     for _ in range(2000):
         nested = {"type": "object", "properties": {"a": nested}}
     call = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
-    assert accepts(call_grammar("hermes", [Tool("f", nested)], "required", True).source, call)
+    assert accepts(call_grammar("hermes", [Tool("f", nested)], None, True).source, call)
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:
-    source = call_grammar("mistral", (NOW,), "required", True, special_tokens={"[TOOL_CALLS]": 9, "[ARGS]": 32}).source
+    source = call_grammar("mistral", (NOW,), None, True, special_tokens={"[TOOL_CALLS]": 9, "[ARGS]": 32}).source
     assert '<[9]> "now" <[32]>' in source and "[TOOL_CALLS]" not in source
 
 
@@ -201,14 +208,12 @@ def test_an_answer_of_a_schema_may_stand_beside_calls(tool: str) -> None:
     answer = Structure.schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
     if tool.startswith("llama3"):  # its calls are JSON too
         with pytest.raises(RequestError, match="bare JSON"):
-            call_grammar(tool, TOOLS, "required", True, answer=answer)
+            call_grammar(tool, TOOLS, None, True, answer=answer)
         return
-    source = call_grammar(tool, TOOLS, "required", True, answer=answer).source
+    source = call_grammar(tool, TOOLS, None, True, answer=answer).source
     head = "<|channel|>final<|message|>" if tool in ("gpt-oss", "openai") else ""
     assert accepts(source, head + '{"x": 3}')
     assert not accepts(source, head + '{"x": "3"}') and not accepts(source, "x") and not accepts(source, "")
-    assert accepts(
-        call_grammar(tool, TOOLS, "required", True, answer=Structure.choice(["yes", 'n"o'])).source, head + 'n"o'
-    )
+    assert accepts(call_grammar(tool, TOOLS, None, True, answer=Structure.choice(["yes", 'n"o'])).source, head + 'n"o')
     with pytest.raises(RequestError, match="a regex cannot stand beside tools"):
-        call_grammar(tool, TOOLS, "required", True, answer=Structure("regex", "a+"))
+        call_grammar(tool, TOOLS, None, True, answer=Structure("regex", "a+"))

@@ -204,6 +204,12 @@ def test_tools_of_a_namespace(player: AppServer) -> None:
         ("now", "weather"), ("apply_patch", "weather"), ("get_weather", None),
     ]  # fmt: skip
     assert final["output"][1]["input"] == PATCH
+    for chosen in ({"name": "now", "namespace": "weather"}, {"name": "weather__now"}):
+        player.play(NOW.replace("now", "weather__now"))
+        answer = player.post(RESPONSES, body | {"tool_choice": {"type": "function", **chosen}})
+        assert [item["name"] for item in answer.json()["output"]] == ["now"], answer.text
+    unknown = player.post(RESPONSES, body | {"tool_choice": {"type": "function", "name": "now"}})
+    assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "tool_choice"
     past = conversation(None, final["output"])
     assert [call["function"]["name"] for call in past[0]["tool_calls"]] == [
         "weather__now", "weather__apply_patch", "get_weather",

@@ -67,7 +67,7 @@ class Rules:
 def call_grammar(
     tool: str,
     tools: Sequence[Tool],
-    choice: str,
+    choice: str | None,
     parallel: bool,
     *,
     reasoning: str | None = None,
@@ -77,15 +77,15 @@ def call_grammar(
 ) -> Structure:
     """The structure of an output that must call, or else must be the `answer` that is asked for.
 
-    `tool`: the tool parser's name. `choice`: "required", or the name of the tool to call, once. `parallel`: whether more
+    `tool`: the tool parser's name. `choice`: the name of the tool to call, once; None for any of them. `parallel`: whether more
     than one call may come. `reasoning` and `prompt` as for `make_parser`: the model may think first. `special_tokens`:
     those of the vocabulary, text -> id. Raises RequestError for an answer of a form that cannot stand beside calls.
     """
     rules = Rules(special_tokens or {})
     writing = writing_of(tool, special_tokens or {})
-    named = [item for item in tools if item.name == choice] if choice != "required" else list(tools)
+    named = [item for item in tools if choice is None or item.name == choice]
     call = rules.add(" | ".join(_call(rules, writing.call, item) for item in named))
-    many = parallel and choice == "required" and writing.between is not None
+    many = parallel and choice is None and writing.between is not None
     parts = [rules.text(writing.before), call, rules.text(writing.after)]
     if many:
         between = rules.text(writing.between or "")

@@ -165,7 +165,7 @@ def _structure(llm: AsyncLLM, notation: Notation, turn: Turn, prompt: str) -> St
         return call_grammar(
             notation.tool,
             turn.tools,
-            turn.choice.name or "required",
+            turn.choice.name or None,
             turn.parallel,
             reasoning=notation.reasoning,
             prompt=prompt,

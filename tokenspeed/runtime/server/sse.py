@@ -140,7 +140,10 @@ class EventStream(Response):
         if last:
             self._end()
         elif self._forwards and not self._queued:
-            self._forward()
+            try:
+                self._forward()
+            except OSError:  # no descriptor is left for a lane: it goes as well without
+                self._forwards = False
 
     def _forward(self) -> None:
         """What follows takes a lane, if it can."""

@@ -99,7 +99,8 @@ class ResponsesRequest(Body):
     def _choice(self, offered: bool) -> ToolChoice:
         if self.tool_choice is None:
             return ToolChoice("auto" if offered else "none")
-        choice = tool_choice_of(self.tool_choice)
+        given = self.tool_choice
+        choice = tool_choice_of({**given, "name": joined_name(given)} if isinstance(given, dict) else given)
         return ToolChoice("none") if choice.mode == "auto" and not offered else choice
 
     def _tools(self) -> list[Tool]:
