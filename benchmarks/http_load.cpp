@@ -81,7 +81,11 @@ class Load {
       : port_(port), path_(path), body_(stream), probe_(Request(path, probe)), streams_(streams), tokens_(tokens) {
     stream_ = Request(path_, Asking(body_, tokens_));
     poll_ = epoll_create1(0);
-    if (poll_ < 0) Fail("epoll_create1");
+    probes_poll_ = epoll_create1(0);
+    if (poll_ < 0 || probes_poll_ < 0) Fail("epoll_create1");
+    epoll_event event{};  // without a connection: a probe is ready
+    event.events = EPOLLIN;
+    epoll_ctl(poll_, EPOLL_CTL_ADD, probes_poll_, &event);
   }
 
   void Open(bool probe) {
@@ -101,7 +105,7 @@ class Load {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.ptr = &made;
-    epoll_ctl(poll_, EPOLL_CTL_ADD, fd, &event);
+    epoll_ctl(probe ? probes_poll_ : poll_, EPOLL_CTL_ADD, fd, &event);
   }
 
   void Send(Connection& c) { Send(c, c.probe ? probe_ : stream_); }
@@ -134,11 +138,19 @@ class Load {
     return false;
   }
 
-  // What comes within so many seconds.
+  // What comes within so many seconds. Probes are looked at between a few events of streams: else they would seem to
+  // come as late as this has read all that a step of the server sends.
   void Wait(double seconds) {
-    epoll_event events[512];
-    const int found = epoll_wait(poll_, events, 512, std::max(0, static_cast<int>(seconds * 1000)));
-    for (int i = 0; i < found; ++i) Read(*static_cast<Connection*>(events[i].data.ptr));
+    constexpr int kFew = 8;
+    epoll_event events[kFew];
+    for (int found = kFew, timeout = std::max(0, static_cast<int>(seconds * 1000)); found == kFew; timeout = 0) {
+      found = epoll_wait(poll_, events, kFew, timeout);
+      for (int i = 0; i < found; ++i)
+        if (events[i].data.ptr != nullptr) Read(*static_cast<Connection*>(events[i].data.ptr));
+      epoll_event probes[kFew];
+      const int ready = epoll_wait(probes_poll_, probes, kFew, 0);
+      for (int i = 0; i < ready; ++i) Read(*static_cast<Connection*>(probes[i].data.ptr));
+    }
   }
 
   void Begin() {
@@ -163,7 +175,7 @@ class Load {
       if (n < 0) return;
       if (n == 0) {
         if (c.busy && ++faults_ == 1) std::fprintf(stderr, "the server closed a connection in use\n");
-        epoll_ctl(poll_, EPOLL_CTL_DEL, c.fd, nullptr);
+        epoll_ctl(c.probe ? probes_poll_ : poll_, EPOLL_CTL_DEL, c.fd, nullptr);
         close(c.fd);
         c.fd = -1;
         return;
@@ -194,7 +206,7 @@ class Load {
     if (!c.probe) Send(c);
   }
 
-  int port_, poll_;
+  int port_, poll_, probes_poll_;
   std::string path_, body_, stream_, probe_;
   int streams_, tokens_;
   std::vector<std::unique_ptr<Connection>> connections_;

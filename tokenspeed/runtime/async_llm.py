@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BURST = 16  # tokens that are delivered before the loop may turn to something else
+BURST = 32  # tokens that are delivered before the loop may turn to something else
 THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
 
 
