@@ -23,6 +23,9 @@ class Stats(TypedDict):
     kv_pages_free: int
     kv_pages_cached: int  # in the prefix tree
     kv_pages_evictable: int  # of those, used by nobody
+    window_pages_total: int  # of the window group
+    window_pages_free: int
+    window_pages_idle: int  # cached, and used by nobody
     queued_tokens: int  # prompt tokens of requests never admitted
     prefix_query_tokens: int  # totals since construction from here on
     prefix_hit_tokens: int
@@ -63,6 +66,7 @@ class RequestInfo(TypedDict):
     total_tokens: int
     output_tokens: int
     pages: int
+    window_pages: int  # that it can still see
     group: int  # -1: not admitted yet
     in_flight: int
     host_pages: int  # of its path, pinned on the host
@@ -89,6 +93,8 @@ class Config:
         decode_stall_tokens: int = 0,
         ageing_steps: int = 256,
         state_snapshots: int = 0,
+        window: int = 0,
+        window_pages: int = 0,
         host_pages: int = 0,
         storage: bool = False,
         storage_min_pages: int = 1,
@@ -137,6 +143,12 @@ class Config:
     @property
     def state_snapshots(self) -> int:
         """Copies of recurrent states a home group; with any, a prefix is shared only up to a page that has one."""
+    @property
+    def window(self) -> int:
+        """Positions that windowed layers see, their own among them; 0: no such layers."""
+    @property
+    def window_pages(self) -> int:
+        """Pages of theirs a home group; they bound what runs at once (see `window_pages_for`)."""
     @property
     def host_pages(self) -> int:
         """Host pages a home group; 0: no host tier. Needs prefix_cache, and no state_snapshots."""
@@ -198,8 +210,11 @@ class Transfer:
     def device(self) -> Int32Array:
         """[n] device pages; empty for prefetch and backup."""
     @property
+    def window(self) -> Int32Array:
+        """As `device`: the window pages beside them, -1 where that part is not copied; empty where there is no window."""
+    @property
     def host(self) -> Int32Array:
-        """[n] host pages."""
+        """[n] host pages, which keep what all layers hold of a page."""
     @property
     def keys(self) -> NDArray[np.uint8]:
         """[n, 16] page keys, as `page_keys` gives them."""
@@ -257,6 +272,9 @@ class Plan:
     def slot(self) -> Int32Array:
         """[dp*t] KV slot, page * page_size + offset; -1: hole."""
     @property
+    def window_slot(self) -> Int32Array:
+        """[dp*t] as `slot`, of windowed layers; empty where there is no window."""
+    @property
     def row(self) -> Int32Array:
         """[dp*t] request row; -1: hole."""
     @property
@@ -265,6 +283,10 @@ class Plan:
     @property
     def table(self) -> Int32Array:
         """[dp*s, width] page ids; -1: none."""
+    @property
+    def window_table(self) -> Int32Array:
+        """[dp*s, width] as `table`, of windowed layers; [0, width] where there is no window. Columns before those that a row's
+        tokens see name any page."""
     @property
     def request_ids(self) -> NDArray[np.int64]:
         """[dp*s] -1: hole."""
@@ -366,6 +388,11 @@ class Scheduler:
 
 def states_markdown() -> str:
     """The documentation page of the event x state table."""
+
+def window_pages_for(
+    *, requests: int, window: int, page_size: int, budget: int, max_in_flight: int, max_seq_len: int
+) -> int:
+    """Window pages that so many running requests hold at most, whatever steps of `budget` tokens are in flight."""
 
 def page_keys(tokens: Int32Array, page_size: int, cache_salt: bytes = b"") -> list[bytes]:
     """The 16-byte keys of the full pages of `tokens`, for routers and storage tiers."""

@@ -71,6 +71,9 @@ py::dict StatsDict(const Stats& s) {
                                                          {"kv_pages_cached", s.kv_pages_cached},
                                                          {"kv_pages_evictable", s.kv_pages_evictable},
                                                          {"queued_tokens", s.queued_tokens},
+                                                         {"window_pages_total", s.window_pages_total},
+                                                         {"window_pages_free", s.window_pages_free},
+                                                         {"window_pages_idle", s.window_pages_idle},
                                                          {"prefix_query_tokens", s.prefix_query_tokens},
                                                          {"prefix_hit_tokens", s.prefix_hit_tokens},
                                                          {"retractions", s.retractions},
@@ -161,40 +164,53 @@ py::dict InfoDict(const RequestInfo& info) {
   using namespace py::literals;
   return py::dict("id"_a = info.id, "state"_a = std::string(info.state), "computed_tokens"_a = info.computed_tokens,
                   "total_tokens"_a = info.total_tokens, "output_tokens"_a = info.output_tokens, "pages"_a = info.pages,
-                  "group"_a = info.group, "in_flight"_a = info.in_flight, "host_pages"_a = info.host_pages,
-                  "transfers"_a = info.transfers, "age_steps"_a = info.age_steps);
+                  "window_pages"_a = info.window_pages, "group"_a = info.group, "in_flight"_a = info.in_flight,
+                  "host_pages"_a = info.host_pages, "transfers"_a = info.transfers, "age_steps"_a = info.age_steps);
 }
 
 void BindConfig(py::module_& module) {
   using namespace py::literals;
   const Config defaults;
   py::class_<Config>(module, "Config", "Sizes and policy of a scheduler; a value that cannot work raises ValueError.")
-      .def(
-          py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
-                      int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
-                      int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots, int host_pages,
-                      bool storage, int storage_min_pages, int write_back_pages, int hash_bits, int kv_events) {
-            Config config{page_size,           num_pages,
-                          max_requests,        std::move(token_buckets),
-                          max_seq_len,         dp,
-                          prefill_chunk,       prefix_cache,
-                          max_queued_requests, max_queued_tokens,
-                          max_in_flight,       decode_stall_tokens,
-                          ageing_steps,        state_snapshots,
-                          host_pages,          storage,
-                          storage_min_pages,   write_back_pages,
-                          hash_bits,           kv_events};
-            config.Validate();
-            return config;
-          }),
-          py::kw_only(), "page_size"_a, "num_pages"_a, "max_requests"_a, "token_buckets"_a, "max_seq_len"_a,
-          "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
-          "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
-          "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
-          "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots,
-          "host_pages"_a = defaults.host_pages, "storage"_a = defaults.storage,
-          "storage_min_pages"_a = defaults.storage_min_pages, "write_back_pages"_a = defaults.write_back_pages,
-          "hash_bits"_a = defaults.hash_bits, "kv_events"_a = defaults.kv_events)
+      .def(py::init([](int page_size, int num_pages, int max_requests, std::vector<int> token_buckets, int max_seq_len,
+                       int dp, int prefill_chunk, bool prefix_cache, int max_queued_requests, int max_queued_tokens,
+                       int max_in_flight, int decode_stall_tokens, int ageing_steps, int state_snapshots, int window,
+                       int window_pages, int host_pages, bool storage, int storage_min_pages, int write_back_pages,
+                       int hash_bits, int kv_events) {
+             Config config{page_size,
+                           num_pages,
+                           max_requests,
+                           std::move(token_buckets),
+                           max_seq_len,
+                           dp,
+                           prefill_chunk,
+                           prefix_cache,
+                           max_queued_requests,
+                           max_queued_tokens,
+                           max_in_flight,
+                           decode_stall_tokens,
+                           ageing_steps,
+                           state_snapshots,
+                           window,
+                           window_pages,
+                           host_pages,
+                           storage,
+                           storage_min_pages,
+                           write_back_pages,
+                           hash_bits,
+                           kv_events};
+             config.Validate();
+             return config;
+           }),
+           py::kw_only(), "page_size"_a, "num_pages"_a, "max_requests"_a, "token_buckets"_a, "max_seq_len"_a,
+           "dp"_a = defaults.dp, "prefill_chunk"_a = defaults.prefill_chunk, "prefix_cache"_a = defaults.prefix_cache,
+           "max_queued_requests"_a = defaults.max_queued_requests, "max_queued_tokens"_a = defaults.max_queued_tokens,
+           "max_in_flight"_a = defaults.max_in_flight, "decode_stall_tokens"_a = defaults.decode_stall_tokens,
+           "ageing_steps"_a = defaults.ageing_steps, "state_snapshots"_a = defaults.state_snapshots,
+           "window"_a = defaults.window, "window_pages"_a = defaults.window_pages, "host_pages"_a = defaults.host_pages,
+           "storage"_a = defaults.storage, "storage_min_pages"_a = defaults.storage_min_pages,
+           "write_back_pages"_a = defaults.write_back_pages, "hash_bits"_a = defaults.hash_bits,
+           "kv_events"_a = defaults.kv_events)
       .def_readonly("page_size", &Config::page_size)
       .def_readonly("num_pages", &Config::num_pages)
       .def_readonly("max_requests", &Config::max_requests)
@@ -209,6 +225,8 @@ void BindConfig(py::module_& module) {
       .def_readonly("decode_stall_tokens", &Config::decode_stall_tokens)
       .def_readonly("ageing_steps", &Config::ageing_steps)
       .def_readonly("state_snapshots", &Config::state_snapshots)
+      .def_readonly("window", &Config::window)
+      .def_readonly("window_pages", &Config::window_pages)
       .def_readonly("host_pages", &Config::host_pages)
       .def_readonly("storage", &Config::storage)
       .def_readonly("storage_min_pages", &Config::storage_min_pages)
@@ -257,6 +275,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("ids", ArrayOf(&PlanArrays::ids))
       .def_property_readonly("pos", ArrayOf(&PlanArrays::pos))
       .def_property_readonly("slot", ArrayOf(&PlanArrays::slot))
+      .def_property_readonly("window_slot", ArrayOf(&PlanArrays::window_slot))
       .def_property_readonly("row", ArrayOf(&PlanArrays::row))
       .def_property_readonly("last", ArrayOf(&PlanArrays::last))
       .def_property_readonly("request_ids", ArrayOf(&PlanArrays::request_ids))
@@ -272,6 +291,13 @@ void BindPlan(py::module_& module) {
                                const auto& plan = self.cast<const Plan&>();
                                return View(self, plan.arrays().table,
                                            {static_cast<py::ssize_t>(plan.shape().requests()), plan.shape().width});
+                             })
+      .def_property_readonly("window_table",
+                             [](const py::object& self) {
+                               const auto& plan = self.cast<const Plan&>();
+                               const auto rows = static_cast<py::ssize_t>(plan.shape().requests());
+                               return View(self, plan.arrays().window_table,
+                                           {plan.shape().windows * rows, plan.shape().width});
                              })
       .def_property_readonly("packed_size", &Plan::packed_size)
       .def("pack",
@@ -308,6 +334,10 @@ void BindTransfer(py::module_& module) {
       .def_property_readonly("device",
                              [](const py::object& self) {
                                return View(self, std::span<const PageId>(self.cast<const Transfer&>().device));
+                             })
+      .def_property_readonly("window",
+                             [](const py::object& self) {
+                               return View(self, std::span<const PageId>(self.cast<const Transfer&>().window));
                              })
       .def_property_readonly(
           "host",
@@ -442,6 +472,19 @@ PYBIND11_MODULE(_scheduler, module) {
       },
       py::arg("tokens"), py::arg("page_size"), py::arg("cache_salt") = py::bytes(),
       "The 16-byte keys of the full pages of `tokens`, for routers and storage tiers.");
+  module.def(
+      "window_pages_for",
+      [](int requests, int window, int page_size, int budget, int max_in_flight, int max_seq_len) {
+        const Config config{.page_size = page_size,
+                            .token_buckets = {budget},
+                            .max_seq_len = max_seq_len,
+                            .max_in_flight = max_in_flight,
+                            .window = window};
+        return config.WindowPagesFor(requests);
+      },
+      py::kw_only(), py::arg("requests"), py::arg("window"), py::arg("page_size"), py::arg("budget"),
+      py::arg("max_in_flight"), py::arg("max_seq_len"),
+      "Window pages that so many running requests hold at most, whatever steps are in flight.");
   module.attr("PAGE_KEY_VERSION") = kPageKeyVersion;
 }
 

@@ -37,6 +37,51 @@ class Owners {
   std::vector<int> count_;
 };
 
+// The window group's pages of the device: who owns them, and who pins those that lie beside the tree's.
+class WindowCheck {
+ public:
+  explicit WindowCheck(const HomeGroup& group)
+      : group_(group), owners_(static_cast<std::size_t>(group.window_pool.total())), pins_(owners_.size()) {
+    const PagePool& pool = group.window_pool;
+    int free = 0;
+    for (PageId page = 0; page < pool.total(); ++page) {
+      const bool beside = group.cache.window().NodeOf(page) != kNoPage;
+      owners_[static_cast<std::size_t>(page)] = pool.IsFree(page) + beside + pool.IsHeld(page);
+      free += pool.IsFree(page);
+    }
+    Require(free == pool.free(), "the free list of window pages disagrees with their marks");
+  }
+
+  void Pin(PageId page) {
+    if (page != kNoPage) ++pins_.at(static_cast<std::size_t>(page));
+  }
+  void Add(const Residency& kv) {
+    for (int i = kv.first_seen(); i < kv.window_pages(); ++i) {
+      const PageId page = kv.window_table()[static_cast<std::size_t>(i)];
+      if (i >= kv.committed()) {
+        ++owners_.at(static_cast<std::size_t>(page));
+        continue;
+      }
+      Pin(page);
+      Require(group_.cache.window().Of(kv.table()[static_cast<std::size_t>(i)]) == page,
+              "a request sees a window page that does not lie beside its page of the tree");
+    }
+  }
+  void Finish() const {
+    for (std::size_t page = 0; page < owners_.size(); ++page) {
+      const auto id = static_cast<PageId>(page);
+      Require(owners_[page] == 1, "window page " + std::to_string(page) + " has " + std::to_string(owners_[page]) +
+                                      " owners; free + owned + cached must be all pages, each once");
+      Require(pins_[page] == group_.cache.window().PinsOf(id),
+              "window page " + std::to_string(page) + " is pinned other than its users say");
+    }
+  }
+
+ private:
+  const HomeGroup& group_;
+  std::vector<int> owners_, pins_;
+};
+
 // One tier of a home group: who owns its pages, and who pins its nodes.
 class TierCheck {
  public:
@@ -66,6 +111,7 @@ struct GroupCheck {
   explicit GroupCheck(const HomeGroup& group)
       : device(group.pool, group.cache),
         host(group.host_pool, group.host_cache),
+        window(group),
         slots(static_cast<std::size_t>(group.slots.total())),
         snapshots(static_cast<std::size_t>(group.cache.snapshots().total())),
         copying(static_cast<std::size_t>(group.pool.total())) {
@@ -76,6 +122,7 @@ struct GroupCheck {
   void Add(const Ticket& ticket) {
     device.Pin(ticket.device);
     host.Pin(ticket.host);
+    for (PageId page : ticket.window.pages()) window.Pin(page);
     for (const OwnedPage& page : ticket.filling) host.Own(page.id());
     const bool fills = ticket.kind == TransferKind::kWriteBack || ticket.kind == TransferKind::kPrefetch;
     Require(static_cast<int>(ticket.filling.size()) == (fills ? ticket.pages : 0), "a ticket lost pages");
@@ -86,6 +133,7 @@ struct GroupCheck {
   }
 
   TierCheck device, host;
+  WindowCheck window;
   std::vector<int> slots, snapshots, copying;
   std::vector<TicketId> tickets;
   std::size_t running = 0, leaving = 0;
@@ -117,6 +165,16 @@ void CheckRun(const Run& run, Place place, const HomeGroup& group, const Config&
   Require(copies ? run.kv.pages() == run.kv.committed() : PagesFor(run.planned, config.page_size) <= run.kv.pages(),
           who + "planned tokens have no page, or are kept for nothing");
   Require(run.kv.digest() == RowDigest(run.kv.table()), who + "the table's running digest is wrong");
+  Require(run.kv.window_digest() == RowDigest(run.kv.window_table()),
+          who + "the window table's running digest is wrong");
+  if (config.windowed() && !copies) {
+    const Window& window = group.cache.window().window();
+    Require(run.kv.first_seen() <= window.FirstSeen(run.computed) &&
+                PagesFor(run.planned, config.page_size) <= run.kv.window_pages(),
+            who + "what its next tokens see has no window page");
+    Require(run.load || run.kv.first_seen() == window.FirstSeen(run.computed),
+            who + "keeps window pages that it does not see");
+  }
   Require(static_cast<int>(tokens.keys().size()) == (config.prefix_cache ? tokens.size() / config.page_size : 0),
           who + "a full page has no key");
   if (config.prefix_cache)
@@ -209,6 +267,7 @@ void Scheduler::Check() const {
     pin(run->host);
     for (int i = run->kv.committed(); i < run->kv.pages(); ++i)
       check.device.Own(run->kv.table()[static_cast<std::size_t>(i)]);
+    check.window.Add(run->kv);
     if (place == Place::kLeaving) {
       const auto* retracting = std::get_if<Retracting>(&request.state);
       const bool copies = retracting != nullptr && !retracting->lost && run->uncopied() > 0;
@@ -243,6 +302,7 @@ void Scheduler::Check() const {
     tickets += check.tickets.size();
     check.device.Finish();
     check.host.Finish();
+    check.window.Finish();
   }
   Require(tickets == out_.size(), "a ticket that is out is held by nobody");
 }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tokenspeed {
 namespace {
@@ -24,6 +25,27 @@ int Config::BucketFor(int tokens) const noexcept {
   return *std::lower_bound(token_buckets.begin(), token_buckets.end(), tokens);
 }
 
+std::int64_t Config::WindowPagesFor(int requests) const noexcept {
+  const std::int64_t each = window - 3 + 2 * std::int64_t{page_size};
+  const std::int64_t pages = (std::int64_t{max_in_flight} * budget() + requests * each + page_size - 1) / page_size;
+  return std::min(pages, requests * std::int64_t{PagesFor(max_seq_len, page_size)});
+}
+
+int Config::max_running() const noexcept {
+  int most = std::min(max_requests, budget());
+  if (!windowed()) return most;
+  int fits = 1;
+  while (fits < most) {
+    const int middle = most - (most - fits) / 2;
+    if (WindowPagesFor(middle) <= window_pages) {
+      fits = middle;
+    } else {
+      most = middle - 1;
+    }
+  }
+  return fits;
+}
+
 void Config::Validate() const {
   AtLeast("page_size", page_size, 1);
   AtLeast("num_pages", num_pages, 1);
@@ -36,6 +58,8 @@ void Config::Validate() const {
   AtLeast("decode_stall_tokens", decode_stall_tokens, 0);
   AtLeast("ageing_steps", ageing_steps, 1);
   AtLeast("state_snapshots", state_snapshots, 0);
+  AtLeast("window", window, 0);
+  AtLeast("window_pages", window_pages, 0);
   AtLeast("host_pages", host_pages, 0);
   AtLeast("storage_min_pages", storage_min_pages, 1);
   AtLeast("write_back_pages", write_back_pages, 1);
@@ -58,10 +82,17 @@ void Config::Validate() const {
   for (std::size_t i = 1; i < token_buckets.size(); ++i)
     Require(token_buckets[i - 1] < token_buckets[i], "token_buckets must ascend; " + std::to_string(token_buckets[i]) +
                                                          " follows " + std::to_string(token_buckets[i - 1]));
+  Require(windowed() || window_pages == 0, "window_pages is " + std::to_string(window_pages) +
+                                               " but window is 0: give the positions that windowed layers see");
+  Require(!windowed() || WindowPagesFor(1) <= window_pages,
+          "window_pages is " + std::to_string(window_pages) + "; one request with a window of " +
+              std::to_string(window) + " positions and steps of " + std::to_string(budget()) + " tokens may need " +
+              std::to_string(WindowPagesFor(1)) + " pages of " + std::to_string(page_size));
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
-  Require(static_cast<std::int64_t>(num_pages) * page_size <= kMax,
-          "num_pages * page_size is " + std::to_string(static_cast<std::int64_t>(num_pages) * page_size) +
-              "; KV slots are 32-bit, so it must stay below 2^31: use fewer pages");
+  for (const auto& [name, pages] : {std::pair("num_pages", num_pages), std::pair("window_pages", window_pages)})
+    Require(static_cast<std::int64_t>(pages) * page_size <= kMax,
+            std::string(name) + " * page_size is " + std::to_string(static_cast<std::int64_t>(pages) * page_size) +
+                "; KV slots are 32-bit, so it must stay below 2^31: use fewer pages");
   Require(static_cast<std::int64_t>(dp) * budget() <= kMax && static_cast<std::int64_t>(dp) * max_requests <= kMax,
           "dp times the largest bucket (or max_requests) must stay below 2^31");
 }

@@ -2,7 +2,11 @@
 // is accepted without effect.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
+
+#include "types.h"
 
 namespace tokenspeed {
 
@@ -22,6 +26,10 @@ struct Config {
   int ageing_steps = 256;       // waiting so many steps weighs as much as one priority class
   // Copies of recurrent states a home group; where there are any, a prefix is shared only up to a page that has one.
   int state_snapshots = 0;
+  // Layers that see no more than the last `window` positions, their own among them, keep their KV in pages of their
+  // own: a running request holds those alone that it can still see.
+  int window = 0;             // 0: no such layers
+  int window_pages = 0;       // their pages a home group
   int host_pages = 0;         // host pages a home group; 0: no host tier
   bool storage = false;       // a store exists behind the host pages
   int storage_min_pages = 1;  // fewer missing pages than this are not asked of the store
@@ -34,8 +42,17 @@ struct Config {
   int kv_events = 0;    // events kept until they are read; 0: none
 
   bool tiered() const noexcept { return host_pages > 0; }
-  // Requests that a home group runs at once: each gets at least one token in every step.
-  int max_running() const noexcept { return max_requests < budget() ? max_requests : budget(); }
+  bool windowed() const noexcept { return window > 0; }
+  // Window pages that an admission takes: what its first token sees, and its own.
+  int window_start() const noexcept {
+    return std::min(PagesFor(window - 1, page_size) + 1, PagesFor(max_seq_len, page_size));
+  }
+  // Window pages that `requests` running ones hold at most, whatever is in flight. One with n tokens in flight holds at
+  // most ceil((n + window - 2) / page_size) + 1, and the tokens in flight of all come to max_in_flight * budget().
+  std::int64_t WindowPagesFor(int requests) const noexcept;
+  // Requests that a home group runs at once: each gets at least one token in every step, and window pages never run
+  // out.
+  int max_running() const noexcept;
   // The smallest bucket that holds `tokens` (at most the budget).
   int BucketFor(int tokens) const noexcept;
 

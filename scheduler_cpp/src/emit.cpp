@@ -24,11 +24,12 @@ Plan Scheduler::Emit() {
   int loads = 0;
   for (const auto& group : groups_)
     for (const Chosen& chosen : group->chosen) loads += Reads(chosen) != nullptr;
-  const PlanShape shape{config_.dp, bucket, std::min(bucket, config_.max_requests), TableWidth(), loads};
+  const PlanShape shape{config_.dp,   bucket, std::min(bucket, config_.max_requests),
+                        TableWidth(), loads,  config_.windowed()};
   const std::shared_ptr<PlanBuffer> buffer = plans_.Acquire(shape.width);
   InFlight& record = flights_[static_cast<std::size_t>(oldest_flight_ + flights_out_) % flights_.size()];
   record.chosen.assign(shape.requests(), {});
-  row_digests_.assign(shape.requests(), 0);
+  row_digests_.assign(shape.requests() * static_cast<std::size_t>(1 + shape.windows), 0);
   // Nothing below can fail.
   Plan plan(buffer, next_step_, shape);
   auto load = plan.arrays().loads.begin();
@@ -42,7 +43,7 @@ Plan Scheduler::Emit() {
   return plan;
 }
 
-// Columns of the table: what this step needs, rounded up so that it changes seldom (in steps of an eighth), and given
+// Columns of the tables: what this step needs, rounded up so that it changes seldom (in steps of an eighth), and given
 // back only when half of it would do. Depends on the requests alone, never on which buffers are in use.
 int Scheduler::TableWidth() noexcept {
   unsigned needed = 1;
@@ -105,8 +106,10 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
     for (int pos = run.planned; pos < run.planned + chosen.tokens; ++pos, ++token) {
       arrays.ids[token] = pos < run.tokens.size() ? run.tokens[pos] : -(run.slot.index() + 1);
       arrays.pos[token] = pos;
-      arrays.slot[token] = run.kv.table()[static_cast<std::size_t>(pos / config_.page_size)] * config_.page_size +
-                           pos % config_.page_size;
+      const auto page = static_cast<std::size_t>(pos / config_.page_size);
+      const int offset = pos % config_.page_size;
+      arrays.slot[token] = run.kv.table()[page] * config_.page_size + offset;
+      if (shape.windows > 0) arrays.window_slot[token] = run.kv.window_table()[page] * config_.page_size + offset;
       arrays.row[token] = static_cast<std::int32_t>(i);
     }
     arrays.request_ids[row] = request.id;
@@ -116,8 +119,12 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
     arrays.new_rows[row] = run.fresh;
     arrays.load_state[row] = run.fresh && run.resumed >= 0 ? config_.max_requests + run.resumed : -1;
     arrays.save_state[row] = SaveState(group, run, run.planned + chosen.tokens);
-    buffer.WriteRow(row, run.kv.content(), run.kv.table());
+    buffer.WriteRow(PlanBuffer::Table::kFull, row, run.kv.content(), run.kv.table());
     row_digests_[row] = run.kv.digest();
+    if (shape.windows > 0) {
+      buffer.WriteRow(PlanBuffer::Table::kWindow, row, run.kv.content(), run.kv.window_table());
+      row_digests_[shape.requests() + row] = run.kv.window_digest();
+    }
     record.chosen[row] = chosen;
     Send(request, event::Schedule{chosen.tokens, chosen.samples});
   }
@@ -132,12 +139,16 @@ void Scheduler::EmitGroup(std::size_t index, PlanBuffer& buffer, const PlanShape
   const std::size_t token_end = token_base + static_cast<std::size_t>(shape.bucket);
   fill(arrays.ids, token, token_end, 0);
   for (auto array : {arrays.pos, arrays.slot, arrays.row}) fill(array, token, token_end, -1);
+  if (shape.windows > 0) fill(arrays.window_slot, token, token_end, -1);
   const std::size_t first_hole = row_base + rows, row_end = row_base + static_cast<std::size_t>(shape.rows);
   fill(arrays.request_ids, first_hole, row_end, -1);
   for (auto array : {arrays.last, arrays.request_slots, arrays.out_pos, arrays.load_state, arrays.save_state})
     fill(array, first_hole, row_end, -1);
   fill(arrays.new_rows, first_hole, row_end, 0);
-  for (std::size_t row = first_hole; row < row_end; ++row) buffer.ClearRow(row);
+  for (std::size_t row = first_hole; row < row_end; ++row) {
+    buffer.ClearRow(PlanBuffer::Table::kFull, row);
+    if (shape.windows > 0) buffer.ClearRow(PlanBuffer::Table::kWindow, row);
+  }
 }
 
 }  // namespace tokenspeed

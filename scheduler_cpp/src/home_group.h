@@ -1,6 +1,6 @@
 // One data-parallel home group: pages of the device and of the host, a prefix cache over each, request slots, and the
-// requests that live there. `running` is sorted, oldest first. free + owned + cached pages = all pages of a tier, at
-// all times.
+// requests that live there. `running` is sorted, oldest first. free + owned + cached pages = all pages of a tier, and
+// of the window group, at all times.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,12 @@ struct Chosen {
 struct HomeGroup {
   HomeGroup(const Config& config, int index, KvEventLog& log)
       : pool(config.num_pages),
-        cache(pool, config.page_size, config.state_snapshots, &log, {.tier = Tier::kDevice, .group = index}),
+        window_pool(config.window_pages),
+        cache(pool, config.page_size, config.state_snapshots, &log, {.tier = Tier::kDevice, .group = index},
+              {config.window, config.page_size}, &window_pool),
         host_pool(config.host_pages),
-        host_cache(host_pool, config.page_size, 0, &log, {.tier = Tier::kHost, .group = index}),
+        host_cache(host_pool, config.page_size, 0, &log, {.tier = Tier::kHost, .group = index},
+                   {config.window, config.page_size}),
         slots(config.max_requests) {
     const auto most = static_cast<std::size_t>(config.max_requests);
     for (auto* list : {&chosen, &arranged}) list->reserve(most);
@@ -54,6 +57,7 @@ struct HomeGroup {
   }
 
   PagePool pool;
+  PagePool window_pool;
   PrefixCache cache;
   PagePool host_pool;
   PrefixCache host_cache;

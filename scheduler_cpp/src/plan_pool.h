@@ -11,11 +11,12 @@ namespace tokenspeed {
 
 class PlanPool {
  public:
-  PlanPool(int dp, int max_bucket, int max_rows) : dp_(dp), max_bucket_(max_bucket), max_rows_(max_rows) {
+  PlanPool(int dp, int max_bucket, int max_rows, int windows)
+      : dp_(dp), max_bucket_(max_bucket), max_rows_(max_rows), windows_(windows) {
     buffers_.reserve(4);
   }
 
-  // A buffer that no plan holds, with a table of `width` columns.
+  // A buffer that no plan holds, with tables of `width` columns.
   std::shared_ptr<PlanBuffer> Acquire(int width) {
     std::shared_ptr<PlanBuffer>* free = nullptr;
     for (auto& buffer : buffers_) {
@@ -23,13 +24,13 @@ class PlanPool {
       if (buffer->width() == width) return buffer;
       free = &buffer;
     }
-    auto fresh = std::make_shared<PlanBuffer>(dp_, max_bucket_, max_rows_, width);
+    auto fresh = std::make_shared<PlanBuffer>(dp_, max_bucket_, max_rows_, width, windows_);
     if (free != nullptr) return *free = std::move(fresh);
     return buffers_.emplace_back(std::move(fresh));
   }
 
  private:
-  int dp_, max_bucket_, max_rows_;
+  int dp_, max_bucket_, max_rows_, windows_;
   std::vector<std::shared_ptr<PlanBuffer>> buffers_;
 };
 

@@ -2,9 +2,9 @@
 // under way, oldest first; then waiting requests in order, as far as tokens, slots and pages go.
 //
 // Why nothing waits for ever: the oldest running request always gets its page (newer ones are retracted for it, and
-// submission refused what the pool cannot hold); a waiting request that finds no room stops the admission of all newer
-// ones, so what runs ends and makes room; it is admitted only with room for its whole prefill and one page for each
-// running request, so it does not push anyone out at once, nor is it pushed out.
+// submission refused what the pool cannot hold) and never lacks window pages for long; a waiting request that finds no
+// room stops the admission of all newer ones, so what runs ends and makes room; it is admitted only with room for its
+// whole prefill and one page for each running request, so it does not push anyone out at once, nor is it pushed out.
 #include <algorithm>
 #include <utility>
 
@@ -64,17 +64,28 @@ void Scheduler::ChooseDecodes(HomeGroup& group) noexcept {
 
 bool Scheduler::MakeRoom(HomeGroup& group, Request& request) noexcept {
   Run& run = *RunOf(request.state);
-  if (run.planned / config_.page_size < run.kv.pages()) return true;
-  while (group.available() == 0) {
-    group.open = false;  // what becomes free belongs to those that run
-    // Pages of a request on its way out come back with what is in flight: retract no more than needed.
-    if (group.expects_pages()) return false;
-    Request& newest = *group.running.back();
-    Send(newest, event::Retract{});
-    if (&newest == &request) return false;
+  if (run.planned / config_.page_size == run.kv.pages()) {
+    while (group.available() == 0) {
+      group.open = false;  // what becomes free belongs to those that run
+      // Pages of a request on its way out come back with what is in flight: retract no more than needed.
+      if (group.expects_pages()) return false;
+      Request& newest = *group.running.back();
+      Send(newest, event::Retract{});
+      if (&newest == &request) return false;
+    }
+    run.kv.Append(group.TakePage());
   }
-  run.kv.Append(group.TakePage());
-  return true;
+  return DrawWindowPages(group, run, 1) == 1;
+}
+
+// Draws window pages for the next `tokens` of a run; for how many there are enough. All requests that may run have room
+// for theirs (Config::max_running), so a page that lacks is held by what is in flight, and comes back with it.
+int Scheduler::DrawWindowPages(HomeGroup& group, Run& run, int tokens) const noexcept {
+  if (!config_.windowed()) return tokens;
+  WindowPages& window = group.cache.window();
+  const int pages = PagesFor(run.planned + tokens, config_.page_size);
+  while (run.kv.window_pages() < pages && window.available() > 0) run.kv.AppendWindowPage(window.Take());
+  return std::min(tokens, run.kv.window_pages() * config_.page_size - run.planned);
 }
 
 void Scheduler::ChoosePrefills(HomeGroup& group) noexcept {
@@ -83,13 +94,14 @@ void Scheduler::ChoosePrefills(HomeGroup& group) noexcept {
 }
 
 void Scheduler::ChoosePrefill(HomeGroup& group, Request& request) noexcept {
-  const Run& run = *RunOf(request.state);
+  Run& run = *RunOf(request.state);
   const int unplanned = run.tokens.size() - run.planned;
   int tokens = std::min({unplanned, config_.chunk(), group.tokens_left, group.prefill_left});
   // A chunk ends with a page where it can, so that a snapshot of the state fits there; what is left of a prompt behind
   // its last full page is a step of its own.
   const int past = (run.planned + tokens) % config_.page_size;
   if (config_.state_snapshots > 0 && past < tokens) tokens -= past;
+  tokens = DrawWindowPages(group, run, tokens);
   if (tokens == 0) return;
   group.chosen.push_back({&request, tokens, tokens == unplanned});
   group.tokens_left -= tokens;
@@ -122,6 +134,7 @@ void Scheduler::AdmitWaiting() {
         std::swap(path_, best_path_);
         std::swap(host_path_, best_host_path_);
         best_drawn_ = drawn_;
+        best_known_ = known_;
       }
     }
     if (!any_open) return;
@@ -158,8 +171,8 @@ bool Scheduler::ComputedElsewhere(const Request& request) const noexcept {
 }
 
 // Read-only probe: the pages that admission would draw against the pages that can be drawn. On success `path_` holds
-// the prefix that is cached on the device and `host_path_` the one on the host, which may be longer: what lies behind
-// the device's is loaded into pages that are drawn like those of the rest.
+// the prefix that can be taken up from the device and `host_path_` the one from the host, which may be longer: what
+// lies behind the device's is loaded into pages that are drawn like those of the rest.
 bool Scheduler::Fits(HomeGroup& group, const Request& request) {
   const TokenSequence& tokens = *TokensOf(request.state);
   const auto reusable = config_.prefix_cache ? tokens.keys().first(static_cast<std::size_t>(tokens.reusable_pages()))
@@ -171,14 +184,19 @@ bool Scheduler::Fits(HomeGroup& group, const Request& request) {
         group.cache.FindChild(seen.last, reusable[next], tokens.page(seen.matched)) == kNoPage)
       return false;
   }
+  if (config_.windowed() && group.cache.window().available() < config_.window_start()) return false;
   group.cache.Match(reusable, tokens.ids(), path_);
+  known_ = static_cast<int>(path_.size());
   group.cache.Resumable(path_);
   const int matched = static_cast<int>(path_.size());
   const int headroom = static_cast<int>(group.running.size());  // each may need a page for its next token
   drawn_ = PagesAtAdmission(request) - matched + group.cache.IdlePages(path_);
   if (drawn_ + headroom <= group.available()) {
     host_path_.clear();
-    if (config_.tiered()) group.host_cache.Match(reusable, tokens.ids(), host_path_);
+    if (config_.tiered()) {
+      group.host_cache.Match(reusable, tokens.ids(), host_path_);
+      group.host_cache.Resumable(host_path_);
+    }
     return true;
   }
   group.blocked = {request.order.sequence, group.epoch, group.available(), matched,
@@ -206,27 +224,35 @@ void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   const int pages = PagesAtAdmission(request);
   TokensOf(request.state)->Reserve(request.total);
   const int left = group.available() - best_drawn_;
-  Residency kv(group.pool, group.cache, content_ids_, best_path_, PagesFor(request.total, config_.page_size));
-  const std::size_t on_device = best_path_.size();
+  const int on_device = static_cast<int>(best_path_.size()), on_host = static_cast<int>(best_host_path_.size());
   const auto* retracted = std::get_if<Retracted>(&request.state);
+  const bool loads = on_host > on_device && !(retracted != nullptr && retracted->distrust);
+  const int taken = loads ? on_host : on_device;  // pages
+  const int first_seen = config_.windowed() ? group.cache.window().window().FirstBehind(taken) : 0;
+  Residency kv(group.pool, group.cache, content_ids_, {best_path_, first_seen, best_known_},
+               PagesFor(request.total, config_.page_size));
   std::optional<Ticket> load;
   Transfer transfer;
-  if (best_host_path_.size() > on_device && !(retracted != nullptr && retracted->distrust))
-    load = MakeLoad(index, request, best_host_path_, on_device, transfer);
+  if (loads) load = MakeLoad(index, request, best_host_path_, best_path_.size(), transfer);
   // Nothing below can fail.
   NodeRef host;
   if (config_.tiered()) host = group.host_cache.Pin(best_host_path_.empty() ? kNoPage : best_host_path_.back());
   while (kv.pages() < pages) kv.Append(group.TakePage());
   if (group.available() != left) Fatal("an admission drew other than it was credited");
-  const int reused = static_cast<int>(on_device + (load ? transfer.host.size() : 0)) * config_.page_size;
+  const int reused = taken * config_.page_size;
   if (load) {
-    std::ranges::copy(kv.table().subspan(on_device, transfer.host.size()), transfer.device.begin());
+    while (config_.windowed() && kv.window_pages() < taken) kv.AppendWindowPage(group.cache.window().Take());
+    for (int page = on_device; page < taken; ++page) {
+      const auto from = static_cast<std::size_t>(page), to = from - best_path_.size();
+      transfer.device[to] = kv.table()[from];
+      if (config_.windowed()) transfer.window[to] = page < first_seen ? kNoPage : kv.window_table()[from];
+    }
     Register(*load, &request, std::move(transfer));
   }
   if (!request.admitted_before()) {
     LeaveQueue(request);
     request.group = index;
-    request.cached = CachedAt(request, static_cast<int>(on_device) * config_.page_size, reused);
+    request.cached = CachedAt(request, on_device * config_.page_size, reused);
     prefix_query_tokens_ += request.prompt();
     hit_device_ += request.cached.device;
     hit_host_ += request.cached.host;
@@ -236,8 +262,7 @@ void Scheduler::Admit(HomeGroup& group, int index, Request& request) {
   const int resumed = resumes ? group.cache.snapshots().Use(best_path_.back()) : -1;
   // The host let go of what it lacks of the device's prefix, and storage has that as a rule: to copy it again at once
   // would push out what others come back for.
-  const bool released =
-      config_.storage && best_host_path_.size() + static_cast<std::size_t>(config_.write_back_pages) < on_device;
+  const bool released = config_.storage && on_host + config_.write_back_pages < on_device;
   Send(request,
        event::Admit{std::move(kv), group.slots.Take(), reused, resumed, std::move(host), std::move(load), released});
   ChoosePrefill(group, request);

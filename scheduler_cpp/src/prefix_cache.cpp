@@ -9,7 +9,8 @@
 
 namespace tokenspeed {
 
-PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots, KvEventLog* log, KvEvent name)
+PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots, KvEventLog* log, KvEvent name, Window window,
+                         PagePool* window_pool)
     : pool_(pool),
       page_size_(static_cast<std::size_t>(page_size)),
       nodes_(static_cast<std::size_t>(pool.total())),
@@ -18,6 +19,7 @@ PrefixCache::PrefixCache(PagePool& pool, int page_size, int snapshots, KvEventLo
       mask_(index_.size() - 1),
       leaves_(pool.total()),
       snapshots_(snapshots, pool.total()),
+      window_(window, window_pool, pool.total()),
       log_(log),
       name_(name) {}
 
@@ -57,6 +59,14 @@ void PrefixCache::Match(std::span<const PageKey> keys, std::span<const Token> to
     if (page == kNoPage) break;
     path.push_back(page);
     parent = page;
+  }
+}
+
+void PrefixCache::Resumable(std::vector<PageId>& path) const noexcept {
+  for (std::size_t before = path.size() + 1; path.size() < before;) {
+    before = path.size();
+    path.resize(window_.Servable(path).size());
+    while (snapshots_.total() > 0 && !path.empty() && snapshots_.Of(path.back()) < 0) path.pop_back();
   }
 }
 
@@ -153,6 +163,7 @@ void PrefixCache::Evict(PageId page) noexcept {
   const PageId parent = At(page).parent;
   At(page) = {};
   snapshots_.Drop(page);
+  window_.Drop(page);
   if (parent != kNoPage && --At(parent).children == 0 && At(parent).active == 0)
     leaves_.Push(parent, At(parent).epoch, At(parent).depth);
   --cached_;
@@ -172,6 +183,7 @@ int PrefixCache::Flush() noexcept {
   const int pages = evictable_;
   const bool all = pages == cached_;
   if (all && pages > 0) Tell(KvEvent::Kind::kCleared, kNoPage);
+  window_.Flush();
   while (!leaves_.empty()) all ? Evict(leaves_.top()) : static_cast<void>(EvictOne());
   return pages;
 }
@@ -214,6 +226,18 @@ void PrefixCache::Check(std::span<const int> pins) const {
     require(At(page).depth > 0, "is outside the tree and has a snapshot", page);
     require(snapshots_.Of(page) == index, "has another snapshot than the one that names it", page);
   }
+  int idle = 0;
+  for (PageId page = 0; page < window_.total(); ++page) {
+    const PageId node = window_.NodeOf(page);
+    require(window_.IsIdle(page) == (node != kNoPage && window_.PinsOf(page) == 0),
+            "its window page is pinned and idle, or neither", node);
+    idle += window_.IsIdle(page);
+    if (node == kNoPage) continue;
+    require(At(node).depth > 0, "is outside the tree and has a window page", node);
+    require(window_.Of(node) == page, "has another window page than the one that names it", node);
+    require(window_.PinsOf(page) == 0 || At(node).active > 0, "nobody uses it, but its window page", node);
+  }
+  require(idle == window_.idle(), "the heap of idle window pages holds others", kNoPage);
   require(cached == cached_, "count of cached pages is wrong", kNoPage);
   require(evictable == evictable_, "count of evictable pages is wrong", kNoPage);
   require(leaves == leaves_.size(), "the eviction heap holds pages outside the tree", kNoPage);

@@ -16,6 +16,7 @@
 #include "page_pool.h"
 #include "snapshots.h"
 #include "types.h"
+#include "window_pages.h"
 
 namespace tokenspeed {
 
@@ -48,8 +49,10 @@ class NodeRef {
 
 class PrefixCache {
  public:
-  // `snapshots`: of recurrent states, to be kept beside pages. What comes and goes is told to `log` under `name`.
-  PrefixCache(PagePool& pool, int page_size, int snapshots = 0, KvEventLog* log = nullptr, KvEvent name = {});
+  // `snapshots`: of recurrent states, to be kept beside pages, as window pages from `window_pool` are (null: they lie
+  // in the pages). What comes and goes is told to `log` under `name`.
+  PrefixCache(PagePool& pool, int page_size, int snapshots = 0, KvEventLog* log = nullptr, KvEvent name = {},
+              Window window = {}, PagePool* window_pool = nullptr);
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
   ~PrefixCache();
@@ -66,12 +69,13 @@ class PrefixCache {
   // The child of `parent` with this key and these tokens (page_size of them), or kNoPage.
   PageId FindChild(PageId parent, const PageKey& key, const Token* tokens) const noexcept;
 
-  // Cuts `path` behind its last page that has a snapshot, where there are snapshots at all.
-  void Resumable(std::vector<PageId>& path) const noexcept {
-    while (snapshots_.total() > 0 && !path.empty() && snapshots_.Of(path.back()) < 0) path.pop_back();
-  }
+  // Cuts `path` to the longest part that every cache group can take up: the window group where the pages before its end
+  // have window pages, recurrent layers where its last page has a snapshot.
+  void Resumable(std::vector<PageId>& path) const noexcept;
   Snapshots& snapshots() noexcept { return snapshots_; }
   const Snapshots& snapshots() const noexcept { return snapshots_; }
+  WindowPages& window() noexcept { return window_; }
+  const WindowPages& window() const noexcept { return window_; }
 
   int Depth(PageId node) const noexcept { return node == kNoPage ? 0 : At(node).depth; }
   PageId Parent(PageId node) const noexcept { return At(node).parent; }
@@ -98,7 +102,10 @@ class PrefixCache {
   // Returns every unpinned page to the pool; the number of pages returned.
   int Flush() noexcept;
   // Starts a new access epoch: pages that fall out of use from here on are younger than all before.
-  void Tick() noexcept { ++epoch_; }
+  void Tick() noexcept {
+    ++epoch_;
+    window_.Tick();
+  }
 
   // For the invariant checker. `pins` holds the expected number of pins a node. Throws std::logic_error.
   void Check(std::span<const int> pins) const;
@@ -144,6 +151,7 @@ class PrefixCache {
   std::size_t mask_;
   LruHeap leaves_;
   Snapshots snapshots_;
+  WindowPages window_;
   KvEventLog* log_;
   KvEvent name_;  // tier and group
   std::uint64_t epoch_ = 0;

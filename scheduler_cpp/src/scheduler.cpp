@@ -24,11 +24,12 @@ Config Validated(Config config) {
 Scheduler::Scheduler(Config config)
     : config_(Validated(std::move(config))),
       kv_events_(config_.kv_events),
-      plans_(config_.dp, config_.budget(), std::min(config_.budget(), config_.max_requests)) {
+      plans_(config_.dp, config_.budget(), std::min(config_.budget(), config_.max_requests), config_.windowed()) {
   for (int g = 0; g < config_.dp; ++g) groups_.push_back(std::make_unique<HomeGroup>(config_, g, kv_events_));
-  const std::size_t rows = static_cast<std::size_t>(config_.dp) * static_cast<std::size_t>(config_.max_running());
+  const std::size_t rows =
+      static_cast<std::size_t>(config_.dp) * static_cast<std::size_t>(std::min(config_.budget(), config_.max_requests));
   for (InFlight& flight : flights_) flight.chosen.reserve(rows);
-  row_digests_.reserve(rows);
+  row_digests_.reserve(config_.windowed() ? 2 * rows : rows);
 }
 
 void Scheduler::Submit(RequestId id, std::span<const Token> tokens, Limits limits, int priority, std::string_view salt,
@@ -174,7 +175,11 @@ Scheduler::InFlight& Scheduler::Oldest(StepId step) {
 }
 
 void Scheduler::Retire() noexcept {
-  for (auto& group : groups_) group->pool.Release(flights_[static_cast<std::size_t>(oldest_flight_)].step);
+  const StepId step = flights_[static_cast<std::size_t>(oldest_flight_)].step;
+  for (auto& group : groups_) {
+    group->pool.Release(step);
+    group->window_pool.Release(step);
+  }
   oldest_flight_ = (oldest_flight_ + 1) % static_cast<int>(flights_.size());
   --flights_out_;
 }
@@ -245,6 +250,7 @@ int Scheduler::CachedPrefix(std::span<const Token> tokens, std::string_view salt
     group->cache.Resumable(path);
     pages = std::max(pages, path.size());
     group->host_cache.Match(keys, tokens, path);
+    group->host_cache.Resumable(path);
     pages = std::max(pages, path.size());
   }
   return static_cast<int>(pages) * config_.page_size;
@@ -276,6 +282,9 @@ Stats Scheduler::stats() const noexcept {
     stats.kv_pages_free += group->pool.free();
     stats.kv_pages_cached += group->cache.cached();
     stats.kv_pages_evictable += group->cache.evictable();
+    stats.window_pages_total += group->window_pool.total();
+    stats.window_pages_free += group->window_pool.free();
+    stats.window_pages_idle += group->cache.window().idle();
     stats.evicted_pages += group->cache.evicted_total();
     stats.host_pages_total += group->host_pool.total();
     stats.host_pages_free += group->host_pool.free();
@@ -298,8 +307,8 @@ std::vector<RequestInfo> Scheduler::Snapshot() const {
     const Run* run = RunOf(request->state);
     infos.push_back({request->id, NameOf(request->state), run ? run->computed : 0, tokens ? tokens->size() : 0,
                      tokens ? tokens->outputs() : 0, run ? run->kv.pages() : 0, request->group,
-                     run ? run->in_flight : 0, HostPagesOf(request->state),
-                     static_cast<int>(std::ranges::count(out_, request, &Out::request)),
+                     run ? run->in_flight : 0, run ? run->kv.window_pages() - run->kv.first_seen() : 0,
+                     HostPagesOf(request->state), static_cast<int>(std::ranges::count(out_, request, &Out::request)),
                      next_step_ - request->arrival});
   }
   return infos;

@@ -38,7 +38,8 @@ struct Stats {
   int leaving = 0;  // ended or retracted, held by a step or a transfer in flight
   int in_flight = 0;
   int kv_pages_total = 0, kv_pages_free = 0, kv_pages_cached = 0, kv_pages_evictable = 0;
-  std::int64_t queued_tokens = 0;        // prompt tokens of requests never admitted
+  int window_pages_total = 0, window_pages_free = 0, window_pages_idle = 0;  // idle: cached, and used by nobody
+  std::int64_t queued_tokens = 0;                                            // prompt tokens of requests never admitted
   std::int64_t prefix_query_tokens = 0;  // prompt tokens of requests at their first admission
   std::int64_t prefix_hit_tokens = 0;    // those found in the prefix cache, of whatever tier
   std::int64_t hit_tokens_device = 0, hit_tokens_host = 0, hit_tokens_storage = 0;
@@ -60,6 +61,7 @@ struct RequestInfo {
   RequestId id;
   std::string_view state;
   int computed_tokens, total_tokens, output_tokens, pages, group, in_flight;
+  int window_pages;        // that it can still see
   int host_pages;          // of its path, pinned
   int transfers;           // in flight for it
   std::int64_t age_steps;  // plans made since it came
@@ -144,6 +146,7 @@ class Scheduler {
   // planner.cpp: what runs next.
   void ChooseDecodes(HomeGroup& group) noexcept;
   bool MakeRoom(HomeGroup& group, Request& request) noexcept;
+  int DrawWindowPages(HomeGroup& group, Run& run, int tokens) const noexcept;
   void ChoosePrefills(HomeGroup& group) noexcept;
   void AdmitWaiting();
   bool ComputedElsewhere(const Request& request) const noexcept;
@@ -160,7 +163,7 @@ class Scheduler {
   static void MakeHostRoom(HomeGroup& group, int pages) noexcept;
   void StartWriteBacks(int index);
   Copy StartWriteBack(int index, Request& request, std::span<const PageId> pages, NodeRef& host);
-  void StartBackup(int index, Ticket&& written, int pages, Transfer&& transfer) noexcept;
+  void StartBackup(int index, Ticket&& written, Transfer&& transfer) noexcept;
   void ReserveTransfer();
   void Register(const Ticket& ticket, Request* request, Transfer&& transfer) noexcept;
   Ticket MakeLoad(int index, const Request& request, std::span<const PageId> path, std::size_t matched,
@@ -216,6 +219,7 @@ class Scheduler {
   std::vector<PageId> path_, best_path_;  // scratch of admission
   std::vector<PageId> host_path_, best_host_path_;
   int drawn_ = 0, best_drawn_ = 0;          // pages
+  int known_ = 0, best_known_ = 0;          // pages that the device has of a prompt
   std::vector<std::uint64_t> row_digests_;  // scratch of emission
   std::int64_t prefix_query_tokens_ = 0, retractions_ = 0, step_tokens_ = 0;
   std::int64_t hit_device_ = 0, hit_host_ = 0, hit_storage_ = 0;

@@ -55,6 +55,7 @@ Ticket Scheduler::MakeLoad(int index, const Request& request, std::span<const Pa
   const auto keys = TokensOf(request.state)->keys().subspan(matched, pages.size());
   transfer.group = index;
   transfer.device.resize(pages.size());
+  if (config_.windowed()) transfer.window.resize(pages.size());
   transfer.host.assign(pages.begin(), pages.end());
   transfer.keys.assign(keys.begin(), keys.end());
   return {.id = next_ticket_++,
@@ -94,6 +95,7 @@ bool Scheduler::StartFetch(Request& request) {
     HomeGroup& group = *groups_[static_cast<std::size_t>(g)];
     if (fetched != nullptr && fetched->host.cache() != &group.host_cache) continue;
     group.cache.Match(keys, tokens.ids(), path_);
+    group.cache.Resumable(path_);
     group.host_cache.Match(keys, tokens.ids(), host_path_);
     const std::size_t cached = std::max(path_.size(), host_path_.size());
     const std::size_t best_cached = std::max(static_cast<std::size_t>(on_device), best_host_path_.size());
@@ -197,6 +199,11 @@ Scheduler::Copy Scheduler::StartWriteBack(int index, Request& request, std::span
   transfer.keys.reserve(pages.size());
   Ticket ticket{.id = next_ticket_++, .kind = TransferKind::kWriteBack, .pages = room, .source = transfer.device};
   ticket.filling.reserve(pages.size());
+  if (config_.windowed()) {
+    ticket.window = WindowPins(group.cache.window());
+    ticket.window.Reserve(pages.size());
+    transfer.window.reserve(pages.size());
+  }
   // Nothing below can fail.
   ticket.device = group.cache.Pin(pages.back());
   ticket.host = host.Another();
@@ -205,6 +212,7 @@ Scheduler::Copy Scheduler::StartWriteBack(int index, Request& request, std::span
     transfer.host.push_back(ticket.filling.back().id());
     transfer.keys.push_back(device.KeyOf(page));
     group.cache.SetCopying(page, true);
+    if (config_.windowed()) transfer.window.push_back(ticket.window.Add(page));
   }
   Register(ticket, &request, std::move(transfer));
   Send(request, event::WriteBack{std::move(ticket)});
@@ -213,12 +221,16 @@ Scheduler::Copy Scheduler::StartWriteBack(int index, Request& request, std::span
 
 // ---- Host to storage -----------------------------------------------------------------------------------------------
 
-// Stores the last `pages` pages of a write-back that came to the host. Storage that is slow must not pin the host.
-void Scheduler::StartBackup(int index, Ticket&& written, int pages, Transfer&& transfer) noexcept {
+// Stores the pages of a write-back that came to the host, those that lack no layer's part. Storage that is slow must
+// not pin the host.
+void Scheduler::StartBackup(int index, Ticket&& written, Transfer&& transfer) noexcept {
   HomeGroup& group = *groups_[static_cast<std::size_t>(index)];
+  group.host_cache.PathTo(written.host.node(), transfer.host);
+  if (config_.windowed())
+    std::erase_if(transfer.host, [&](PageId page) { return group.host_cache.window().Of(page) == kNoPage; });
+  const int pages = static_cast<int>(transfer.host.size());
   if (pages == 0 || 2 * (group.backup_pages + pages) > config_.host_pages) return;
   Ticket ticket{.id = next_ticket_++, .kind = TransferKind::kBackup, .pages = pages, .host = std::move(written.host)};
-  group.host_cache.PathTo(ticket.host.node(), transfer.host);
   for (PageId page : transfer.host) transfer.keys.push_back(group.host_cache.KeyOf(page));
   group.backup_pages += pages;
   Register(ticket, nullptr, std::move(transfer));
@@ -256,7 +268,7 @@ bool Scheduler::Transferred(TicketId ticket, int pages) {
   }
   std::optional<Ticket> back;
   Send(*out.request, event::Transferred{ticket, pages, config_.page_size, LastInFlight(), &back});
-  if (stores && back) StartBackup(out.group, std::move(*back), pages, std::move(transfer));
+  if (stores && back) StartBackup(out.group, std::move(*back), std::move(transfer));
   return true;
 }
 

@@ -29,13 +29,15 @@ constexpr std::string_view NameOf(TransferKind kind) noexcept {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-// What the executor is to do: page i of `from` to page i of `to`, in order.
+// What the executor is to do: page i of `from` to page i of `to`, in order. A host page and a stored one keep what all
+// layers hold of a page; where windowed layers have pages of their own, `window` names those beside the `device` ones.
 struct Transfer {
   TicketId ticket = 0;
   TransferKind kind = TransferKind::kWriteBack;
   int group = 0;                    // home group
   RequestId request = -1;           // -1: of none
   std::vector<PageId> device = {};  // empty for kPrefetch and kBackup
+  std::vector<PageId> window = {};  // as `device`; kNoPage: that part is not copied. Empty where there is no window
   std::vector<PageId> host = {};
   std::vector<PageKey> keys = {};
 };
@@ -44,7 +46,7 @@ struct Transfer {
 //   kWriteBack  the nodes `source` below `device`'s path -> `filling`, to hang below `host`
 //   kLoadBack   the last `pages` nodes of the path to `host` -> pages that the run owns
 //   kPrefetch   storage -> `filling`, to hang below `host`
-//   kBackup     the last `pages` nodes of the path to `host` -> storage
+//   kBackup     `pages` nodes at the end of the path to `host` -> storage
 struct Ticket {
   TicketId id = -1;
   TransferKind kind = TransferKind::kWriteBack;
@@ -53,6 +55,7 @@ struct Ticket {
   NodeRef host = {};
   std::vector<PageId> source = {};
   std::vector<OwnedPage> filling = {};
+  WindowPins window = {};  // beside `source`
 
   // The first `arrived` pages of a write-back are on the host: they become nodes, and `host` the deepest of them.
   void FinishWriteBack(int arrived) noexcept {
@@ -60,16 +63,19 @@ struct Ticket {
     for (PageId page : source) from.SetCopying(page, false);
     for (int i = 0; i < arrived; ++i) {
       const PageId page = source[static_cast<std::size_t>(i)];
-      Hang(from.KeyOf(page), from.TokensOf(page).data(), i);
+      const auto at = static_cast<std::size_t>(i);
+      const bool whole = window.pages().empty() || window.pages()[at] != kNoPage;
+      Hang(from.KeyOf(page), from.TokensOf(page).data(), i, whole);
     }
     filling.clear();
+    window = {};
   }
 
   // The first `arrived` pages of a prefetch, which hold `tokens` from page `host.depth()` on, are on the host.
   void FinishPrefetch(const TokenSequence& tokens, int arrived) noexcept {
     const int first = host.depth();
     for (int i = 0; i < arrived; ++i)
-      Hang(tokens.keys()[static_cast<std::size_t>(first + i)], tokens.page(first + i), i);
+      Hang(tokens.keys()[static_cast<std::size_t>(first + i)], tokens.page(first + i), i, true);
     filling.clear();
   }
 
@@ -81,12 +87,13 @@ struct Ticket {
   }
 
  private:
-  // A twin that came meanwhile is used instead, and this copy goes back.
-  void Hang(const PageKey& key, const Token* tokens, int index) noexcept {
+  // A twin that came meanwhile is used instead, and this copy goes back. `whole`: with its window part.
+  void Hang(const PageKey& key, const Token* tokens, int index, bool whole) noexcept {
     PrefixCache& cache = *host.cache();
     const PageId twin = cache.FindChild(host.node(), key, tokens);
     if (twin != kNoPage) return cache.Descend(host, twin);
     cache.Insert(host, key, tokens, std::move(filling[static_cast<std::size_t>(index)]));
+    if (whole) cache.window().Mark(host.node());
   }
 };
 

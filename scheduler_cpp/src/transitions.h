@@ -155,11 +155,13 @@ inline void KeepSnapshot(Run& run, int page_size) noexcept {
   run.latest = kept ? pages : 0;
 }
 
-// Full computed pages go to the prefix tree; those behind a load in flight follow when it has ended.
+// Full computed pages go to the prefix tree, and what no window shows any more is passed by; behind a load in flight
+// both follow when it has ended.
 inline void Commit(Run& run, int page_size, StepId reader) noexcept {
   if (run.load) return;
   const int keyed = static_cast<int>(run.tokens.keys().size());  // 0 where prefix caching is off
   run.kv.Commit(run.tokens, std::min(run.computed / page_size, keyed), reader);
+  if (run.kv.windowed()) run.kv.PassBy(run.computed, run.tokens.prompt());
 }
 
 // Records a returned step: its KV exists now, so full pages go to the prefix tree, and its token is known.

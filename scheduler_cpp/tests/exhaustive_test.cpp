@@ -32,7 +32,7 @@ struct Fingerprint {
       if (const Run* run = RunOf(request->state))
         put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
             run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest, run->host.depth(), run->unwritable,
-            run->released);
+            run->released, run->kv.first_seen(), run->kv.window_pages(), run->kv.known());
       if (const auto* s = std::get_if<Submitted>(&request->state)) put(s->looked_up);
       if (const auto* s = std::get_if<Prefetching>(&request->state)) put(s->stored.first, s->stored.end);
       if (const auto* s = std::get_if<PrefetchDone>(&request->state))
@@ -55,7 +55,7 @@ struct Fingerprint {
     for (const auto& group : scheduler.groups_) {
       const HomeGroup::Blocked& blocked = group->blocked;
       if (blocked.epoch == group->epoch) put(blocked.sequence, blocked.available, blocked.matched);
-      put(group->pool.held());
+      put(group->pool.held(), group->window_pool.held());
       for (const Ticket& ticket : group->backups) out += NameOf(group->host_cache, ticket.host.node()) + '!';
       out += Tree(group->cache) + '#' + Tree(group->host_cache);
     }
@@ -75,6 +75,11 @@ struct Fingerprint {
     for (const auto& node : cache.nodes_)
       if (node.depth > 0 && node.active == 0) epochs.push_back(node.epoch);
     std::ranges::sort(epochs);
+    const WindowPages& window = cache.window();
+    std::vector<std::uint64_t> window_epochs;
+    for (PageId page = 0; page < window.total(); ++page)
+      if (window.IsIdle(page)) window_epochs.push_back(window.EpochOf(page));
+    std::ranges::sort(window_epochs);
     std::vector<std::string> nodes;
     for (PageId page = 0; page < static_cast<PageId>(cache.nodes_.size()); ++page) {
       const auto& node = cache.At(page);
@@ -84,6 +89,14 @@ struct Fingerprint {
       if (node.copying) name += '>';
       const auto rank = std::ranges::lower_bound(epochs, node.epoch) - epochs.begin();
       if (const int snapshot = cache.snapshots_.Of(page); snapshot >= 0) name += "*" + std::to_string(snapshot);
+      if (const PageId beside = window.Of(page); beside != kNoPage && window.total() == 0) {
+        name += 'w';
+      } else if (beside != kNoPage) {
+        const auto age = std::ranges::lower_bound(window_epochs, window.EpochOf(beside)) - window_epochs.begin();
+        const int pins = window.PinsOf(beside);
+        name += 'w' + std::to_string(pins) + (window.IsKeptLonger(beside) ? "+" : "-") +
+                (pins == 0 ? std::to_string(age) : "");
+      }
       name += ' ' + std::to_string(node.active) + (node.active == 0 ? " " + std::to_string(rank) : "");
       nodes.push_back(std::move(name));
     }
@@ -271,25 +284,29 @@ struct Scope {
   int host = 0;  // pages
   bool storage = false;
   int depth = 1000;  // events
+  int window = 0;    // positions
+  int spare = 0;     // window pages beyond what one request may need
 };
 
 class SmallScope : public ::testing::TestWithParam<Scope> {};
 
 TEST_P(SmallScope, EveryOrderOfEveryEvent) {
   const Scope scope = GetParam();
-  const Config config{.page_size = 2,
-                      .num_pages = 4,
-                      .max_requests = 2,
-                      .token_buckets = {1, 4},
-                      .max_seq_len = 8,
-                      .dp = scope.dp,
-                      .prefill_chunk = scope.chunk,
-                      .prefix_cache = scope.cache,
-                      .max_in_flight = scope.in_flight,
-                      .state_snapshots = scope.snapshots,
-                      .host_pages = scope.host,
-                      .storage = scope.storage,
-                      .write_back_pages = 1};
+  Config config{.page_size = 2,
+                .num_pages = 4,
+                .max_requests = 2,
+                .token_buckets = {1, 4},
+                .max_seq_len = 8,
+                .dp = scope.dp,
+                .prefill_chunk = scope.chunk,
+                .prefix_cache = scope.cache,
+                .max_in_flight = scope.in_flight,
+                .state_snapshots = scope.snapshots,
+                .window = scope.window,
+                .host_pages = scope.host,
+                .storage = scope.storage,
+                .write_back_pages = 1};
+  if (config.windowed()) config.window_pages = static_cast<int>(config.WindowPagesFor(1)) + scope.spare;
   const char* asked = std::getenv("TOKENSPEED_EXHAUSTIVE_DEPTH");
   const int most = scope.host > 0 && asked != nullptr ? std::atoi(asked) : scope.depth;
   const auto start = std::chrono::steady_clock::now();
@@ -337,6 +354,9 @@ INSTANTIATE_TEST_SUITE_P(Whole, SmallScope,
                          ::testing::Values(Scope{"Synchronous", 1, 1, 0, true}, Scope{"Overlapped", 2, 1, 0, true},
                                            Scope{"Chunked", 2, 1, 1, true}, Scope{"Uncached", 2, 1, 0, false},
                                            Scope{"TwoGroups", 1, 2, 0, true}, Scope{"Snapshots", 2, 1, 0, true, 1},
+                                           Scope{"Window", 1, 1, 0, true, 0, 0, false, 1000, 2, 1},
+                                           Scope{"WindowOverlapped", 2, 1, 0, true, 0, 0, false, 1000, 2, 1},
+                                           Scope{"WindowStorage", 1, 1, 0, true, 0, 4, true, 11, 3, 1},
                                            Scope{"Host", 2, 1, 0, true, 0, 4, false, 12},
                                            Scope{"Storage", 1, 1, 0, true, 0, 4, true, 12},
                                            Scope{"StorageTight", 2, 1, 0, true, 0, 2, true, 10}),

@@ -4,7 +4,8 @@ It keeps one record a KV slot (the token, and a hash of the whole prefix up to i
 complete context through the block table, as attention would. A page shared wrongly, freed too early, read before it
 was written, or left stale is a wrong record, and fails at once. Where no prefix is shared, or only one that has a snapshot
 of the state behind it, it keeps a recurrent state a request slot as well: a segment of tokens starts at position 0 or goes on
-exactly from what its slot holds. The sampled token is a function of the prefix hash, so
+exactly from what its slot holds. Of a config with a window there is a second record, of window pages: of it a row reads what
+its first token sees, and the columns before that may name any page. The sampled token is a function of the prefix hash, so
 outputs must equal `reference` under any chunking, sharing, retraction, overlap or page size.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.scheduler.mover import Mover, Page
+from tests.scheduler.mover import WINDOW, Mover, Page
 from tokenspeed._scheduler import Config, Output, Plan, Scheduler
 
 VOCABULARY = 6  # small, so that sequences meet again and pages are shared
@@ -111,10 +112,14 @@ class Executor:
     def _run_group(self, g: int, plan: Plan, flight: Flight) -> None:
         t, s, page = plan.bucket, plan.rows, self.config.page_size
         tokens, rows = int(plan.num_tokens[g]), int(plan.num_rows[g])
-        block = {name: getattr(plan, name)[g * t : (g + 1) * t] for name in ("ids", "pos", "slot", "row")}
-        names = ("last", "request_ids", "request_slots", "out_pos", "new_rows", "table", "load_state", "save_state")
+        window = self.config.window
+        windowed = ("window_slot",) if window else ()
+        block = {name: getattr(plan, name)[g * t : (g + 1) * t] for name in ("ids", "pos", "slot", "row", *windowed)}
+        names = ["last", "request_ids", "request_slots", "out_pos", "new_rows", "table", "load_state", "save_state"]
+        names += ["window_table"] if window else []
         by_row = {name: getattr(plan, name)[g * s : (g + 1) * s] for name in names}
-        for name, hole in (("ids", 0), ("pos", -1), ("slot", -1), ("row", -1)):
+        assert plan.window_table.shape == (plan.table.shape[0] if window else 0, plan.width)
+        for name, hole in (("ids", 0), ("pos", -1), ("slot", -1), ("row", -1), *((n, -1) for n in windowed)):
             assert (block[name][tokens:] == hole).all(), name
         holes = {"new_rows": 0} | dict.fromkeys(
             ("last", "request_ids", "request_slots", "out_pos", "load_state", "save_state"), -1
@@ -122,6 +127,7 @@ class Executor:
         for name, hole in holes.items():
             assert (by_row[name][rows:] == hole).all(), name
         assert (by_row["table"][rows:] == -1).all()
+        assert not window or (by_row["window_table"][rows:] == -1).all()
         assert len(set(by_row["request_slots"][:rows].tolist())) == rows
         assert block["row"][:tokens].tolist() == sorted(block["row"][:tokens].tolist())
 
@@ -150,11 +156,21 @@ class Executor:
             mine = [j for j in range(tokens) if block["row"][j] == i]
             first = int(block["pos"][mine[0]])
             prefix = root(self.salts[request])
+            seen = max(first - window + 1, 0)
+            if window:
+                near = [WINDOW + cell for cell in by_row["window_table"][i].tolist() if cell >= 0]
+                assert len(near) == -(-(first + len(mine)) // page)
+                assert max(near) < WINDOW + self.config.window_pages
+                pages |= set(near[seen // page :])
+                assert len(set(near[seen // page :])) == len(near) - seen // page
             for p in range(first):  # the context, as attention reads it
                 record = self.kv[g].get(table[p // page] * page + p % page)
                 assert record is not None, f"request {request} reads position {p}, which nobody wrote"
                 prefix = chain(prefix, record[0])
                 assert record[1] == prefix, f"request {request} reads another prefix's KV at position {p}"
+                if window and p >= seen:
+                    other = self.kv[g].get(near[p // page] * page + p % page)
+                    assert other == record, f"request {request} reads {other} at position {p} of its window"
             if first and self.recurrent:
                 held = states.get(slot_index)
                 assert held == (first, prefix), f"request {request} goes on at {first} from the state {held}"
@@ -168,8 +184,13 @@ class Executor:
                     assert -token - 1 == slot_index
                     token = self.sampled[g][slot_index]
                 prefix = chain(prefix, token)
-                assert slot not in staged, "two rows write one KV slot"
-                staged[slot] = (token, prefix)
+                slots_of_token = [slot]
+                if window:
+                    slots_of_token.append(int(block["window_slot"][j]) + WINDOW * page)
+                    assert slots_of_token[1] == near[p // page] * page + p % page
+                for slot in slots_of_token:
+                    assert slot not in staged, "two rows write one KV slot"
+                    staged[slot] = (token, prefix)
             states[slot_index] = (first + len(mine), prefix)
             flight.states.append((g, slot_index))
             last, position = int(by_row["last"][i]), int(by_row["out_pos"][i])
@@ -204,6 +225,8 @@ class Executor:
             for j in range(g * plan.bucket, g * plan.bucket + int(plan.num_tokens[g])):
                 if rows[int(plan.row[j])] in flight.requests:
                     self.kv[g][int(plan.slot[j])] = None
+                    if self.config.window:
+                        self.kv[g][int(plan.window_slot[j]) + WINDOW * page] = None
         assert page > 0
 
 
@@ -354,5 +377,6 @@ class Engine:
         assert stats["queued_tokens"] == 0
         assert stats["kv_pages_free"] + stats["kv_pages_cached"] == stats["kv_pages_total"]
         assert stats["kv_pages_evictable"] == stats["kv_pages_cached"]
+        assert stats["window_pages_free"] + stats["window_pages_idle"] == stats["window_pages_total"]
         assert stats["host_pages_free"] + stats["host_pages_cached"] == stats["host_pages_total"]
         assert stats["host_pages_pinned"] == 0

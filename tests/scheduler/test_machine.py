@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from tests.scheduler.harness import VOCABULARY, Engine, Spec
-from tokenspeed._scheduler import Config, Plan
+from tokenspeed._scheduler import Config, Plan, window_pages_for
 
 BASE = [
     0,
@@ -56,6 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         storage=st.booleans(),
         write_back=st.sampled_from([1, 1, 3]),
         bits=st.sampled_from([128, 128, 4]),
+        window=st.sampled_from([0, 0, 1, 2, 4, 7]),
+        spare=st.integers(0, 6),
     )
     def start(
         self,
@@ -74,7 +76,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         storage: bool,
         write_back: int,
         bits: int,
+        window: int,
+        spare: int,
     ) -> None:
+        least = window_pages_for(
+            requests=1,
+            window=window,
+            page_size=page_size,
+            budget=max(buckets),
+            max_in_flight=in_flight,
+            max_seq_len=tokens,
+        )
         self.engine = Engine(
             Config(
                 page_size=page_size,
@@ -93,6 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 storage=cache and host > 0 and storage and bits == 128,
                 hash_bits=bits,
                 write_back_pages=write_back,
+                window=window,
+                window_pages=least + spare if window else 0,
             ),
             patient=True,
         )
