@@ -27,6 +27,9 @@ bool WantsDecode(const Request& request, const Run& run) noexcept {
 std::optional<Plan> Scheduler::NextPlan() {
   if (flights_out_ == config_.max_in_flight) return std::nullopt;
   StartFetches();
+  // What requests passed by is copied before its window pages can be drawn for others.
+  if (config_.windowed() && config_.tiered())
+    for (int g = 0; g < config_.dp; ++g) StartWriteBacks(g);
   bool any = false;
   for (auto& group : groups_) {
     group->cache.Tick();

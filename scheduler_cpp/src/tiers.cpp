@@ -169,7 +169,10 @@ void Scheduler::StartWriteBacks(int index) {
   }
   for (Request* request : group.running) {
     Run& run = *RunOf(request->state);
-    if (run.uncopied() >= config_.write_back_pages && !run.write_back && !run.released && group.host_available() > 0)
+    const bool due =
+        run.uncopied() >= config_.write_back_pages ||
+        (run.uncopied() > 0 && run.host.depth() < run.kv.first_seen());  // its window part may soon be gone
+    if (due && !run.write_back && !run.released && group.host_available() > 0)
       StartWriteBack(index, *request, run.uncopied_pages(), run.host);
   }
 }

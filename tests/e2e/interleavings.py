@@ -1,6 +1,6 @@
 """Many sessions with shared prefixes, in seeded orders of everything that can happen, give the tokens they give alone.
 
-    python -m tests.e2e.interleavings [--seeds 200] [--model smollm2]
+    python -m tests.e2e.interleavings [--seeds 200] [--model smollm2|windows]
 
 A session is a conversation of two or three turns; a turn sends all that was said before and some tokens more. What each turn
 must say is found once, without any cache. A seed then draws the sizes of the pool and the tiers, the overlap and the chunks, and
@@ -55,6 +55,12 @@ class Collected:
                 self.tokens[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     self.ended.add(delta.request_id)
+
+
+def windowed_model(folder: Path, **over: Any) -> Path:
+    """A random model whose second layer sees 24 tokens, the first all."""
+    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    return tiny_model(folder, "qwen2", **windows | over)
 
 
 @dataclass
@@ -200,6 +206,7 @@ def _at_rest(loop: EngineLoop) -> dict[str, int]:
     for tier in ("kv", "host"):
         assert stats[f"{tier}_pages_free"] + stats[f"{tier}_pages_cached"] == stats[f"{tier}_pages_total"], stats
     assert stats["kv_pages_evictable"] == stats["kv_pages_cached"] and not stats["host_pages_pinned"], stats
+    assert stats["window_pages_free"] + stats["window_pages_idle"] == stats["window_pages_total"], stats
     return stats
 
 
@@ -212,12 +219,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--model", default="", help="smollm2, or a random model where none is given")
+    parser.add_argument(
+        "--model", default="", help="smollm2, or a random model where none is given; windows: one with them"
+    )
     args = parser.parse_args()
     began, totals = time.perf_counter(), defaultdict(int)
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or str(tiny_model(Path(folder) / "tiny"))
-        work = sessions(10_000 if args.model else VOCAB)
+        random_model = windowed_model if args.model == "windows" else tiny_model
+        model = args.model if args.model == "smollm2" else str(random_model(Path(folder) / "tiny"))
+        work = sessions(10_000 if args.model == "smollm2" else VOCAB)
         want = expected(model, work)
         for seed in range(args.first, args.first + args.seeds):
             try:

@@ -73,31 +73,41 @@ def test_linear_silu_mul(dtype: torch.dtype, tokens: int) -> None:
         linear_silu_mul(torch.randn(1, 4), torch.randn(3, 4), out=torch.empty(1, 1))
 
 
-def test_the_two_ends_of_a_step() -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_the_two_ends_of_a_step(windowed: bool) -> None:
     """Steps of two sizes through a ring of three slots: inputs arrive, waiting ids are resolved, tokens go out and stay."""
     most_t, most_s, width = 5, 3, 4
-    ring = torch.full((3, slot_words(most_t, most_s, width)), -77, dtype=torch.int32)
+    ring = torch.full((3, slot_words(most_t, most_s, width, windowed)), -77, dtype=torch.int32)
     out = torch.full((3, most_s), -77, dtype=torch.int32)
     counter, sampled = ints(0), ints(10, 11, 12)
     sizes = {"ids": (5,), "pos": (5,), "slot": (5,), "row": (5,), "last": (3,), "request_slots": (3,)}
     ports = {name: torch.full(size, -9, dtype=torch.int32) for name, size in sizes.items()}
     ports |= {"params": torch.zeros(3, 16, dtype=torch.int32), "table": torch.full((3, width), -9, dtype=torch.int32)}
+    by_token = ["pos", "slot", "row"]
+    if windowed:
+        by_token.append("window_slot")
+        ports |= {"window_" + name: torch.full_like(ports[name], -9) for name in ("slot", "table")}
     for turn, (t, s, w) in enumerate(((5, 3, 2), (2, 2, 4), (1, 1, 1), (2, 2, 1))):
-        words = torch.arange(1000 * (turn + 1), 1000 * (turn + 1) + slot_words(t, s, w) - HEADER, dtype=torch.int32)
+        words = torch.arange(
+            1000 * (turn + 1), 1000 * (turn + 1) + slot_words(t, s, w, windowed) - HEADER, dtype=torch.int32
+        )
         words[:t] = ints(7, -1, -3, -2, 9)[:t]  # -1 - r waits for request slot r
         last, slots = (ints(4, -1, 1)[:s], ints(2, 1, 0)[:s])
-        words[4 * t : 4 * t + 2 * s] = torch.cat([last, slots])
+        at = (1 + len(by_token)) * t
+        words[at : at + 2 * s] = torch.cat([last, slots])
         ring[turn % 3, 0] = w
         ring[turn % 3, HEADER : HEADER + len(words)] = words
         held = sampled.clone()
         begin_step(ring, counter, ports, sampled, t, s)
         want = [int(x) if x >= 0 else int(held[-1 - x]) for x in words[:t].tolist()]
         assert ports["ids"][:t].tolist() == want
-        for i, name in enumerate(("pos", "slot", "row"), 1):
+        for i, name in enumerate(by_token, 1):
             assert torch.equal(ports[name][:t], words[i * t : (i + 1) * t])
-        at = 4 * t + 2 * s
+        at += 2 * s
         assert torch.equal(ports["params"][:s].flatten(), words[at : at + 16 * s])
-        assert torch.equal(ports["table"][:s, :w].flatten(), words[at + 16 * s :])
+        tables = words[at + 16 * s :].view(-1, s, w)
+        assert torch.equal(ports["table"][:s, :w], tables[0])
+        assert not windowed or torch.equal(ports["window_table"][:s, :w], tables[1])
         tokens = ints(101, 102, 103)[:s] + 10 * turn
         end_step(tokens, ports, sampled, out, counter)
         assert torch.equal(out[turn % 3, :s], tokens)

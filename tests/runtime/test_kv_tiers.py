@@ -22,7 +22,7 @@ from tokenspeed.runtime.checkpoint import DummyCheckpoint, SafetensorsCheckpoint
 from tokenspeed.runtime.kv.file_store import FileStore
 from tokenspeed.runtime.kv.identity import namespace, weights_digest
 from tokenspeed.runtime.kv.mesh import MeshTiers, Worker
-from tokenspeed.runtime.kv.pages import Pages
+from tokenspeed.runtime.kv.pages import Fence, Pages
 from tokenspeed.runtime.kv.record import Bytes
 from tokenspeed.runtime.kv.store import Store, Tally
 from tokenspeed.runtime.kv.tiers import RankTiers
@@ -30,6 +30,7 @@ from tokenspeed.runtime.kv.transfers import Kind, Order
 
 PAGES, HOST, PAGE = 12, 10, 4
 NAMESPACE = b"n" * 16
+EMPTY = np.array([], np.int32)
 
 
 def caches(seed: int = 0) -> list[torch.Tensor]:
@@ -47,7 +48,7 @@ def content(tensors: Sequence[torch.Tensor], page: int) -> bytes:
 
 def order(ticket: int, kind: Kind, device: Sequence[int], host: Sequence[int], group: int = 0) -> Order:
     keys = tuple(h.to_bytes(16, "little") for h in host)
-    return Order(ticket, kind, group, np.array(device, np.int32), np.array(host, np.int32), keys)
+    return Order(ticket, kind, group, np.array(device, np.int32), EMPTY, np.array(host, np.int32), keys)
 
 
 def transfers(*orders: Order) -> list[SimpleNamespace]:
@@ -64,7 +65,7 @@ class Rank:
     def __init__(self, store: Store | None = None, timeout: float = 20.0, seed: int = 0) -> None:
         self.caches = caches(seed)
         self.answers: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self.pages = Pages(self.caches, PAGES, HOST)
+        self.pages = Pages([(self.caches, PAGES)], HOST)
         self.tiers = RankTiers(self.pages, store, timeout, lambda ticket, pages: self.answers.put((ticket, pages)))
 
     def do(self, *orders: Order) -> list[tuple[int, int]]:
@@ -75,7 +76,7 @@ class Rank:
 
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path, NAMESPACE, Pages(caches(), PAGES, 1).page_bytes, 1 << 20)
+    return FileStore(tmp_path, NAMESPACE, Pages([(caches(), PAGES)], 1).page_bytes, 1 << 20)
 
 
 def test_pages_go_out_and_come_back(store: FileStore) -> None:
@@ -93,7 +94,7 @@ def test_pages_go_out_and_come_back(store: FileStore) -> None:
     assert rank.do(order(3, "backup", [], [9, 0, 4])) == [(3, 3)]
     again = Rank(store, seed=1)
     keys = order(4, "prefetch", [], [9, 0, 4]).keys
-    moved = Order(4, "prefetch", 0, np.array([], np.int32), np.array([1, 2, 3], np.int32), keys)
+    moved = Order(4, "prefetch", 0, EMPTY, EMPTY, np.array([1, 2, 3], np.int32), keys)
     assert again.do(moved) == [(4, 3)]
     assert [bytes(again.pages.row(h)) for h in (1, 2, 3)] == [before[3], before[11], before[0]]
     assert store.tally.written == 3 and rank.do(order(5, "backup", [], [9, 0])) == [(5, 2)] and store.tally.written == 3
@@ -156,7 +157,7 @@ class Gate:
     def get(self, keys: Sequence[bytes]) -> list[memoryview]:
         self.inside.set()
         self.open.wait(20)
-        return [memoryview(b"\xee" * Pages(caches(), PAGES, 1).page_bytes) for _ in keys]
+        return [memoryview(b"\xee" * Pages([(caches(), PAGES)], 1).page_bytes) for _ in keys]
 
     def put(self, keys: Sequence[bytes], pages: Sequence[Bytes]) -> list[bool]:
         self.inside.set()
@@ -218,9 +219,9 @@ def test_storage_comes_after_the_copies_started_before(store: FileStore, monkeyp
     rank = Rank(store)
     out = rank.pages.out
 
-    def late(device: np.ndarray, host: np.ndarray) -> object:
+    def late(pages: Sequence[np.ndarray], host: np.ndarray) -> Fence | None:
         time.sleep(0.05)
-        return out(device, host)
+        return out(pages, host)
 
     monkeypatch.setattr(rank.pages, "out", late)
     assert rank.do(order(1, "write_back", [8], [1]), order(2, "backup", [], [1])) == [(1, 1), (2, 1)]
@@ -248,7 +249,7 @@ def test_a_copy_that_raises_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[tuple[MeshTiers, list[Rank]]]:
     """Home groups 0, 0, 1: the first rank is the core's own, the others answer on pipes."""
-    size = Pages(caches(), PAGES, 1).page_bytes
+    size = Pages([(caches(), PAGES)], 1).page_bytes
     made: list[Rank] = []
     workers: list[Worker] = []
     for home in (0, 1):

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 WINDOW = 1 << 20  # window page w is kept as page WINDOW + w
 Record = tuple[int, int] | None
-Page = tuple[Record, ...]  # a record a token; of a host page of a config with a window then those of its window part, if any
+Page = tuple[
+    Record, ...
+]  # a record a token; of a host page of a config with a window then those of its window part, if any
 
 
 @dataclass

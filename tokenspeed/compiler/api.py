@@ -184,7 +184,13 @@ def _ports(result: Result) -> dict[str, Any]:
     """The scheduler ABI: inputs, results and cache groups, from the program itself."""
     p = next(iter(result.programs.values()))
     caches = [q for q in p.all_params() if q.kind == "cache"]
-    groups = {"slots": ("full", "full_attention"), "states": ("state", "recurrent_state")}
+    attends = [n for nodes in (p.nodes, *(leaf.nodes for leaf in p.leaves.values())) for n in nodes if n.op == "attend"]
+    window = max((n.attrs.get("window", 0) for n in attends), default=0)  # the widest: pages are kept for all
+    groups: dict[str, dict[str, Any]] = {
+        "slots": {"name": "full", "kind": "full_attention"},
+        "window_slots": {"name": "window", "kind": "sliding_window", "window": window},
+        "states": {"name": "state", "kind": "recurrent_state"},
+    }
 
     def shape(t: Type) -> list[str]:
         return [d.name for d in t.dims]
@@ -193,8 +199,8 @@ def _ports(result: Result) -> dict[str, Any]:
         "inputs": {n: {"dtype": t.dtype, "dims": shape(t), "type": t.text(p.plan)} for n, (t, _) in result.ports.items()},
         "results": result.results,
         "cache_groups": [
-            {"name": name, "kind": kind, "caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in held]}
-            for dim, (name, kind) in groups.items()
+            group | {"caches": [{"name": q.name, "types": [t.text(p.plan) for t in q.types]} for q in held]}
+            for dim, group in groups.items()
             if (held := [q for q in caches if q.types[0].dims[0].name == dim])
         ],
         "agreement": {k: e["agreement"] for k, e in result.explain.items()},

@@ -31,7 +31,7 @@ PICKS = ("argmax", "gumbel_argmax", "topk", "index_topk_part", "all_reduce_argma
 FIXED = SAMPLING_DIMS
 
 #: stand-ins, at compile time, for extents of ports alone
-_OF_PORTS = {"l": 1, "slots": 1, "states": 1, "r": 1}
+_OF_PORTS = {"l": 1, "slots": 1, "window_slots": 1, "states": 1, "r": 1}
 
 
 @dataclass(slots=True)

@@ -59,6 +59,7 @@ def runtime_sizes(p: Program) -> dict[str, int]:
     groups = p.plan.mesh.size(p.plan.home)
     return {
         "slots": PAGE * PAGES * groups,
+        "window_slots": PAGE * PAGES * groups,
         "states": STATES * groups,
         "page": PAGE,
         "l": WIDTH,
@@ -86,8 +87,9 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
     program that drafts, ids are the tokens behind the rows."""
     bucket, rows, groups = p.bucket["t"], p.bucket["s"], p.plan.mesh.size(p.plan.home)
     picks, outs = sampled(p, work), p.bucket.get("drafted", rows)
-    ports = {n: torch.full((bucket * groups,), -1, dtype=torch.int32) for n in ("ids", "pos", "slot", "row")}
-    ports["table"] = torch.zeros(rows * groups, WIDTH, dtype=torch.int32)
+    tokens = ("ids", "pos", "slot", "window_slot", "row")
+    ports = {n: torch.full((bucket * groups,), -1, dtype=torch.int32) for n in tokens}
+    ports |= {n: torch.zeros(rows * groups, WIDTH, dtype=torch.int32) for n in ("table", "window_table")}
     ports |= {n: torch.full((k * groups,), -1, dtype=torch.int32) for n, k in (("last", outs), ("state", rows))}
     ports["hidden"] = torch.full((bucket * groups, p.sizes.get("h", 0)), float("nan"))
     params = torch.zeros(outs * groups, PARAM_WORDS, dtype=torch.int32)
@@ -96,14 +98,18 @@ def batch(p: Program, work: Sequence[Sequence[Request]], seeds: Mapping[int, int
     for g, requests in enumerate(work):
         at, out = g * bucket, g * outs
         for i, (number, ids, first) in enumerate(requests):
-            pages = [
-                (number * 5 + k) * 37 % PAGES for k in range(WIDTH)
-            ]  # neighbours lie far apart: on ranks of their own
-            ports["table"][g * rows + i] = torch.tensor(pages, dtype=torch.int32)
+            # neighbours lie far apart: on ranks of their own
+            pages = {
+                prefix: [(number * 5 + k) * 37 % PAGES for k in range(start, start + WIDTH)]
+                for prefix, start in (("", 0), ("window_", 2))
+            }
+            for prefix, held in pages.items():
+                ports[f"{prefix}table"][g * rows + i] = torch.tensor(held, dtype=torch.int32)
             for pos, token in enumerate(ids, first):
                 ports["ids"][at], ports["pos"][at], ports["row"][at] = token, pos, i
                 ports["hidden"][at] = hidden(number, pos, p.sizes.get("h", 0))
-                ports["slot"][at] = pages[pos // PAGE] * PAGE + pos % PAGE
+                for prefix, held in pages.items():
+                    ports[f"{prefix}slot"][at] = held[pos // PAGE] * PAGE + pos % PAGE
                 at += 1
             ports["state"][g * rows + i] = number % STATES
             for pick in picks[g][i]:

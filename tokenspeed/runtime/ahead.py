@@ -63,7 +63,7 @@ def compile_kernels(path: Path, page: int, progress: Progress = silent) -> int:
     if artifact.manifest["device"] == "cpu" or artifact.plan.mesh.ranks > 1:
         return 0
     note = artifact.checkpoint()
-    config = RankConfig(str(path), note, 0, page, 1024, 4096, 1)
+    config = RankConfig(str(path), note, 0, page, 1024, 4096, 1, window_pages=1024)
     with shipping(path / KERNELS):
         _Compiling(config, artifact, _Shapes(checkpoint_of(note).config), progress)
     return sum(1 for _ in (path / KERNELS).glob("*/*.cubin"))

@@ -17,10 +17,11 @@ from typing import Any
 
 from tokenspeed import _scheduler
 from tokenspeed.compiler.artifact import Artifact, is_artifact
+from tokenspeed.runtime.cache_sizes import cache_sizes
 from tokenspeed.runtime.checkpoint import Checkpoint, CheckpointError, checkpoint_of, context_length
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
-from tokenspeed.runtime.executor import RankConfig, cache_bytes, cache_ranks, default_page, open_artifact
+from tokenspeed.runtime.executor import RankConfig, default_page, open_artifact
 from tokenspeed.runtime.kv.identity import weights_digest
 from tokenspeed.runtime.kv.store import parse_address
 from tokenspeed.runtime.progress import bar
@@ -28,7 +29,6 @@ from tokenspeed.runtime.ranks import Ranks, WorkerError
 from tokenspeed.runtime.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
-CPU_FRACTION, GPU_FRACTION = 0.3, 0.92  # of the free memory, where memory_fraction is 0
 
 
 @dataclass
@@ -69,22 +69,9 @@ def build_engine(config: EngineConfig) -> Built:
     length = context_length(config, checkpoint)
     buckets = artifact.buckets
     dp = artifact.plan.mesh.size(artifact.plan.home)
-    max_rows = max(s for _, s in buckets)
-    program = artifact.program(m["variants"][0], buckets[0][0])
-    token_bytes, state_bytes = cache_bytes(program, "slots"), cache_bytes(program, "states")
-    taken = 0 if m["device"] == "cpu" else _gpu_bytes(artifact, max_rows)
-    room, useful = _room(config, ranks, taken), max_rows * (-(-length // config.page_size) + 1)
-    _check_states(room, state_bytes, max_rows, config.num_pages)
-    snapshots = _snapshots(config, room, state_bytes, max_rows)
-    states = state_bytes * (max_rows + snapshots)
-    shared = cache_ranks(program)
-    if config.num_pages % shared:
-        raise StartupError(
-            f"num_pages={config.num_pages} does not divide over the {shared} ranks that share a group's pages: give a multiple"
-        )
-    pages = config.num_pages or _pages(config, token_bytes / shared, room, states, useful)
-    pages += -pages % shared
-    host_pages = _host_pages(config, ranks, token_bytes, state_bytes, shared)
+    top_t, max_rows = max(t for t, _ in buckets), max(s for _, s in buckets)
+    size = cache_sizes(config, artifact, length)
+    pages, host_pages = size.pages, size.host_pages
     if 0 < host_pages <= pages:
         log.warning(
             "host_kv_gib=%g holds %d pages, no more than the device's %d: copies of what runs take much of it; more is "
@@ -95,7 +82,8 @@ def build_engine(config: EngineConfig) -> Built:
             page_size=config.page_size, num_pages=pages, max_requests=max_rows, token_buckets=[t for t, _ in buckets],
             max_seq_len=length, dp=dp, prefill_chunk=config.prefill_chunk,
             decode_stall_tokens=config.decode_stall_tokens, kv_events=config.kv_events,
-            prefix_cache=config.enable_prefix_caching and (snapshots > 0 or not state_bytes), state_snapshots=snapshots,
+            prefix_cache=config.enable_prefix_caching and (size.snapshots > 0 or not size.states),
+            state_snapshots=size.snapshots, window=size.window, window_pages=size.window_pages,
             max_in_flight=config.overlap_depth + 1, host_pages=host_pages, storage=bool(config.kv_storage),
         )
     )  # fmt: skip
@@ -105,11 +93,11 @@ def build_engine(config: EngineConfig) -> Built:
     if config.kv_storage:
         identity["weights"] = weights_digest(checkpoint)
     rank = RankConfig(
-        str(path), weights, 0, config.page_size, pages, length, threads, snapshots,
+        str(path), weights, 0, config.page_size, pages, length, threads, size.snapshots, size.window_pages,
         host_pages=host_pages, storage=config.kv_storage, identity=identity,
     )  # fmt: skip
-    top_t = max(t for t, _ in buckets)
-    slot_bytes = 4096 + 4 * dp * (4 * top_t + max_rows * (-(-length // config.page_size) + 16))
+    tables = 2 if size.window else 1
+    slot_bytes = 4096 + 4 * dp * ((3 + tables) * top_t + max_rows * (tables * -(-length // config.page_size) + 16))
     try:
         started = Ranks(rank, ranks, slot_bytes, bar(), config.overlap_depth > 0)
     except WorkerError as e:
@@ -119,12 +107,13 @@ def build_engine(config: EngineConfig) -> Built:
         "model": m["model"], "artifact": m["semantic_key"][:12], "plan": m["plan"], "ranks": ranks,
         "dtype": arithmetic,
         "kv cache": f"{pages * dp * config.page_size} tokens, {pages} pages of {config.page_size} a group, {m['cache_dtype']}, "
-                    f"{token_bytes * pages * config.page_size / shared / 2**20:.0f} MiB a rank",
+                    f"{size.pages_bytes / 2**20:.0f} MiB a rank",
         "buckets": f"{len(buckets)} up to {top_t} tokens", "threads a rank": threads, "max length": length,
-        **({"states": f"{max_rows} requests and {snapshots} snapshots a group, {states / 2**20:.0f} MiB a rank"}
-           if state_bytes else {}),
-        **({"host tier": f"{host_pages} pages a group, {token_bytes * host_pages * config.page_size / 2**20:.0f} MiB a rank"}
-           if host_pages else {}),
+        **({"windows": f"{size.window_pages} pages a group for layers that see {size.window} tokens, "
+                       f"{size.window_bytes / 2**20:.0f} MiB a rank"} if size.window else {}),
+        **({"states": f"{max_rows} requests and {size.snapshots} snapshots a group, {size.states_bytes / 2**20:.0f} MiB a rank"}
+           if size.states else {}),
+        **({"host tier": f"{host_pages} pages a group, {size.host_bytes / 2**20:.0f} MiB a rank"} if host_pages else {}),
         **({"kv storage": parse_address(config.kv_storage).shown} if config.kv_storage else {}),
         "started": ", ".join(f"{k} {v:.1f} s" for k, v in (phases | started.executor.seconds).items()),
         "arena": f"{started.executor.arena.numel() / 2**20:.1f} MiB",
@@ -171,107 +160,6 @@ def _agree(config: EngineConfig, artifact: Artifact) -> None:
     for name in ("mesh", "axes", "tensor_parallel_size", "config", "load_format"):
         if (given := getattr(config, name)) != getattr(defaults, name):
             raise StartupError(f"{config.model} was compiled for {m['plan']}; {name}={given} is chosen at compile time")
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Memory for caches on one rank: bytes free on the machine, and the share of them that caches may take."""
-
-    free: float
-    budget: float
-    share: str  # in words
-
-
-def _room(config: EngineConfig, ranks: int, taken: int) -> _Room:
-    """What `memory_fraction` of the free memory gives every rank. On a GPU the fraction is of its free memory, and what
-    weights and buffers take (`taken` bytes) comes off it."""
-    if taken:
-        import torch
-
-        free, fraction = torch.cuda.mem_get_info()[0], config.memory_fraction or GPU_FRACTION
-    else:
-        free, fraction = free_memory(), config.memory_fraction or CPU_FRACTION
-    budget = max(free * fraction / ranks - taken, 0)
-    share = f"{fraction:.0%} of {free / 2**20:.0f} MiB free memory is {budget / 2**20:.0f} MiB a rank"
-    return _Room(max(free / ranks - taken, 0), budget, share)
-
-
-def _check_states(room: _Room, each: int, rows: int, pages: int) -> None:
-    """StartupError where the states of all requests that may run at once do not fit: into the share of caches, or where the
-    number of `pages` is given into all that is free."""
-    limit = room.free if pages else room.budget
-    if each * rows > limit:
-        raise StartupError(
-            f"no room for the states of {rows} requests at once: {each / 2**20:.1f} MiB each are {each * rows / 2**20:.0f} MiB, "
-            f"and {room.share}: set max_num_seqs to {max(int(limit * (1 if pages else 0.5) // each), 1)} or less"
-        )
-
-
-def _snapshots(config: EngineConfig, room: _Room, each: int, rows: int) -> int:
-    """Snapshots of recurrent states a home group, which let prefixes be shared: a quarter of what the states of requests leave
-    of the caches' share, and at most four a request."""
-    if not each or not config.enable_prefix_caching:
-        return 0
-    return min(4 * rows, int(max(room.budget - each * rows, 0) / 4 // each))
-
-
-def _pages(config: EngineConfig, token_bytes: float, room: _Room, states: int, useful: int) -> int:
-    """Pages a home group: what the share of caches holds on every rank beside `states` bytes, at most the `useful` ones."""
-    pages = int((room.budget - states) // (token_bytes * config.page_size))
-    if pages < 2:
-        beside = f", of which states take {states / 2**20:.0f} MiB" if states else ""
-        raise StartupError(
-            f"no room for a KV cache: {room.share}{beside}, one page of {config.page_size} tokens takes "
-            f"{token_bytes * config.page_size / 2**20:.1f} MiB"
-        )
-    return min(pages, useful)
-
-
-def _host_pages(config: EngineConfig, ranks: int, token_bytes: int, state_bytes: int, shared: int) -> int:
-    """Pages of the host tier a home group: every rank keeps its part of each. StartupError where there cannot be one."""
-    if not config.host_kv_gib:
-        return 0
-    if state_bytes:
-        raise StartupError(
-            "host_kv_gib: the states of recurrent layers do not travel to host memory; leave it out for this model"
-        )
-    if shared > 1:
-        raise StartupError(
-            f"host_kv_gib: {shared} ranks share the pages of a group here; leave it out, or use a mesh without cp"
-        )
-    room, page = config.host_kv_gib * 2**30, token_bytes * config.page_size * ranks
-    if room < page:
-        raise StartupError(
-            f"host_kv_gib={config.host_kv_gib} is less than one page, which takes {page / 2**30:.6f} GiB on {ranks} ranks"
-        )
-    if room > (free := free_memory()):
-        raise StartupError(f"host_kv_gib={config.host_kv_gib}: {free / 2**30:.1f} GiB of memory are free")
-    return int(room // page)
-
-
-def _gpu_bytes(artifact: Artifact, max_rows: int) -> int:
-    """Bytes of a GPU that are not for KV pages: weights and arena as compiled, the full sampler's state, and a GiB of room
-    for kernel scratch and graphs."""
-    planned = artifact.ports["memory"]
-    state = 9 * max_rows * artifact.manifest["sizes"]["v"] if "full" in artifact.manifest["variants"] else 0
-    return planned["weight_bytes"] + max(planned["arena_bytes"].values()) + state + (1 << 30)
-
-
-def free_memory() -> int:
-    """Bytes a process may still take: what the system has available, within the control group's limit."""
-    available = 0
-    with open("/proc/meminfo") as f:
-        for line in f:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            available = min(available, max(int(limit) - used, 0))
-    except (OSError, ValueError):
-        pass
-    return available
 
 
 __all__ = ["Built", "CheckpointError", "build_engine", "find_artifact"]

@@ -104,7 +104,8 @@ class CudaExecutor(Executor):
         )
         self.counter = torch.zeros(1, dtype=int32, device=device)
         self.sampled = torch.zeros(self.max_s, dtype=int32, device=device)
-        words = slot_words(self.max_t, self.max_s, self.sizes["l"])
+        self.windowed = "window_table" in self.ports
+        words = slot_words(self.max_t, self.max_s, self.sizes["l"], self.windowed)
         self.inputs = self.gpu.pinned(RING, -(-words // 32) * 32, dtype=int32)
         self.outputs = self.gpu.pinned(RING, -(-self.max_s // 32) * 32, dtype=int32)
         self.inputs_np, self.outputs_np = self.inputs.numpy(), self.outputs.numpy()
@@ -180,9 +181,8 @@ class CudaExecutor(Executor):
     def _fill(self, slot: int, t: int, s: int, arrays: dict[str, np.ndarray], params: np.ndarray) -> None:
         """Writes a step's arrays, of this home group, into a slot of the ring."""
         into, at = self.inputs_np[slot], HEADER
-        table = arrays["table"]
-        into[0] = table.shape[1]
-        for name in ("ids", "pos", "slot", "row"):
+        into[0] = arrays["table"].shape[1]
+        for name in ("ids", "pos", "slot", "row", *(("window_slot",) if self.windowed else ())):
             into[at : at + t] = arrays[name]
             at += t
         for name in ("last", "request_slots"):
@@ -190,7 +190,10 @@ class CudaExecutor(Executor):
             at += s
         into[at : at + s * PARAM_WORDS] = params.reshape(-1)
         at += s * PARAM_WORDS
-        into[at : at + table.size] = table.reshape(-1)
+        for name in ("table", *(("window_table",) if self.windowed else ())):
+            table = arrays[name]
+            into[at : at + table.size] = table.reshape(-1)
+            at += table.size
 
     def launch(self, step: Step) -> Callable[[], StepResult]:
         slot, t, s, g = self.turn, step.bucket, step.rows, self.home
@@ -198,6 +201,9 @@ class CudaExecutor(Executor):
         mine_t, mine_s = slice(g * t, (g + 1) * t), slice(g * s, (g + 1) * s)
         arrays = {name: step.arrays[name][mine_t] for name in ("ids", "pos", "slot", "row")}
         arrays |= {name: step.arrays[name][mine_s] for name in ("last", "request_slots", "table")}
+        if self.windowed:
+            arrays["window_slot"] = step.arrays["window_slot"][mine_t]
+            arrays["window_table"] = step.arrays["window_table"][mine_s]
         self._fill(slot, t, s, arrays, step.params[mine_s])
         with self.gpu.current():
             self._await_loads(step)
@@ -265,6 +271,6 @@ def uninterrupted() -> Generator[None]:
 
 def holes(tokens: int, rows: int) -> dict[str, np.ndarray]:
     """The arrays of a step in which nothing runs."""
-    out = {name: np.full(tokens, -1, np.int32) for name in ("ids", "pos", "slot", "row")}
+    out = {name: np.full(tokens, -1, np.int32) for name in ("ids", "pos", "slot", "window_slot", "row")}
     out |= {name: np.full(rows, -1, np.int32) for name in ("last", "request_slots")}
-    return out | {"table": np.zeros((rows, 1), np.int32)}
+    return out | {name: np.zeros((rows, 1), np.int32) for name in ("table", "window_table")}

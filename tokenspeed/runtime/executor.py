@@ -38,6 +38,10 @@ from tokenspeed.runtime.progress import Progress
 RENDEZVOUS = timedelta(minutes=1)  # all ranks are about to join by then
 
 
+#: groups of caches that have pages: the dim of their slots -> the ports that name slots to write and pages to read
+PAGED = {"slots": ("slot", "table"), "window_slots": ("window_slot", "window_table")}
+
+
 @dataclass(frozen=True)
 class RankConfig:
     """What a rank needs to start; plain data, sent to worker processes."""
@@ -50,6 +54,7 @@ class RankConfig:
     max_model_len: int
     threads: int
     snapshots: int = 0  # of recurrent states, a home group
+    window_pages: int = 0  # of layers that see a window, a home group
     store: str = ""  # file of the rendezvous; "" for a single rank
     host_pages: int = 0  # of the host tier, a home group; 0: there is none
     storage: str = ""  # address of the store behind it; "": none
@@ -77,7 +82,7 @@ class Step:
     bucket: int
     rows: int
     variant: str
-    arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots, load_state, save_state
+    arrays: dict[str, np.ndarray]  # ids, pos, slot, row, last, table, request_slots, load_state, save_state, window_*
     params: np.ndarray  # int32 [dp * rows, words]
     ops: list[StateOp]
     loads: Sequence[int] = ()  # tickets of copies from host pages that the step reads
@@ -148,6 +153,7 @@ class Executor:
         self.groups = _groups(self) if config.store else {}
         self.sizes = {
             "slots": config.page_size * config.num_pages * self.dp, "page": config.page_size, **SAMPLING_DIMS,
+            "window_slots": config.page_size * config.window_pages * self.dp,
             "l": table_width(config.max_model_len, config.page_size), "r": self.max_s * self.dp,
             # a request's state lies in the slot that the request owns; behind those lie snapshots
             "states": (self.max_s + config.snapshots) * self.dp,
@@ -164,7 +170,8 @@ class Executor:
         self.state: list[Tensor] = []
         self.first_id = 0
         self.recurrent: list[Tensor] = []  # caches of state slots
-        self.paged: list[Tensor] = []  # caches of pages, all that a page holds on this rank
+        # caches of pages, all that a page holds on this rank, by the dim of their slots
+        self.paged: dict[str, list[Tensor]] = {slots: [] for slots in PAGED}
         self.tiers: RankTiers | None = None  # below the pages
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
@@ -182,11 +189,12 @@ class Executor:
             self.program(variant, self.max_t)
         self.views = {name: port.numpy() for name, port in self.ports.items()}
         # A home group's pages are dealt out to its ranks in turn; a rank holds a block of them.
-        ranks, pages = (
-            cache_ranks(self.artifact.program(*next(iter(self.programs)))),
-            np.arange(self.config.num_pages, dtype=np.int32),
-        )
-        self.held = pages % ranks * (len(pages) // ranks) + pages // ranks if ranks > 1 else None
+        ranks = cache_ranks(self.artifact.program(*next(iter(self.programs))))
+        self.held: dict[str, np.ndarray] = {}
+        for slots, count in (("slots", self.config.num_pages), ("window_slots", self.config.window_pages)):
+            pages = np.arange(count, dtype=np.int32)
+            if ranks > 1:
+                self.held[slots] = pages % ranks * (count // ranks) + pages // ranks
         self.last_tokens = np.zeros(self.max_s, dtype=np.int32)
 
     def _ports(self) -> dict[str, Tensor]:
@@ -194,7 +202,7 @@ class Executor:
         extent = {"t": self.max_t, "s": self.max_s, "l": width, "p": PARAM_WORDS}
         out: dict[str, Tensor] = {}
         for name, port in self.artifact.ports["inputs"].items():
-            empty = 0 if name in ("params", "table") else -1
+            empty = 0 if name in ("params", "table", "window_table") else -1
             shape = [extent[d] for d in port["dims"]]
             out[name] = torch.full(shape, empty, dtype=DTYPES[port["dtype"]], device=self.device)
         return out
@@ -227,8 +235,8 @@ class Executor:
                         self.first_id = Local(self.plan, self.rank, sizes, sizes).offset(t.dims[1])
                 elif t.dims[0].name == "states":
                     self.recurrent.append(self.params[name])
-                elif t.dims[0].name == "slots":
-                    self.paged.append(self.params[name])
+                elif t.dims[0].name in self.paged:
+                    self.paged[t.dims[0].name].append(self.params[name])
 
     def _arena(self, nbytes: int) -> Tensor:
         if nbytes > self.arena.numel():  # programs emitted earlier keep the arena they were given
@@ -268,17 +276,21 @@ class Executor:
         into["ids"][:t] = ids
         waiting = np.flatnonzero(ids < 0)
         into["ids"][waiting] = self.last_tokens[-ids[waiting] - 1]
-        for name in ("pos", "slot", "row"):
+        for name in ("pos", "row"):
             into[name][:t] = a[name][mine_t]
-        last, slots, table = a["last"][mine_s], a["request_slots"][mine_s], a["table"][mine_s]
-        if self.held is not None:
-            slot, page = into["slot"][:t], self.config.page_size
-            slot[:] = np.where(slot < 0, slot, self.held[slot // page] * page + slot % page)
-            table = np.where(table < 0, table, self.held[table])
+        last, slots = a["last"][mine_s], a["request_slots"][mine_s]
+        for group, (slot_port, table_port) in PAGED.items():
+            if table_port not in into:
+                continue
+            slot, table, page = a[slot_port][mine_t], a[table_port][mine_s], self.config.page_size
+            if (held := self.held.get(group)) is not None:
+                slot = np.where(slot < 0, slot, held[slot // page] * page + slot % page)
+                table = np.where(table < 0, table, held[table])
+            into[slot_port][:t] = slot
+            into[table_port][:s, : table.shape[1]] = table
         into["last"][:s] = last
         if "state" in into:
             into["state"][:s] = slots
-        into["table"][:s, : table.shape[1]] = table
         into["params"][:s] = step.params[mine_s]
         self._load_states(step, mine_s)
         program.replay()

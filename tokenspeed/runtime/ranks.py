@@ -47,7 +47,9 @@ class WorkerError(RuntimeError):
 
 
 #: what a step needs of a plan
-ARRAYS = ("ids", "pos", "slot", "row", "last", "table", "request_slots", "load_state", "save_state")
+ARRAYS = (
+    "ids", "pos", "slot", "row", "last", "table", "request_slots", "load_state", "save_state", "window_slot", "window_table",
+)  # fmt: skip
 
 
 def arrays_of(plan: Any) -> dict[str, Any]:

@@ -77,6 +77,9 @@ def step_of(executor: Executor, batch: int, context: int, tokens: int = 1) -> St
         "ids": np.where(row >= 0, 11 + np.arange(bucket) % 1000, -1).astype(np.int32), "pos": pos, "slot": slot,
         "row": row, "last": last, "table": tables, "request_slots": slots,
     }  # fmt: skip
+    if near := executor.config.window_pages:  # as many as there are, again and again: what is read decides no time
+        arrays["window_table"] = tables % near
+        arrays["window_slot"] = np.where(slot < 0, slot, slot // page % near * page + slot % page)
     params = np.zeros((held, PARAM_WORDS), np.int32)
     params[:batch, 0] = int(Flag.VALID | Flag.GREEDY)
     return Step(bucket, held, "gumbel", arrays, params, [])

@@ -22,7 +22,9 @@ from tokenspeed.models.nn.params import MASK_WORDS, LatentCache, PagedAttention,
 from tokenspeed.models.nn.state import DeltaRule
 
 #: dims whose extents the runtime fixes: token, request and drafted rows, KV and state slots, table width, packed words ...
-RUNTIME_DIMS = frozenset({*ROW_DIMS, "slots", "l", "r", "pos_table", "rope_dim", "states", *SAMPLING_DIMS})
+RUNTIME_DIMS = frozenset(
+    {*ROW_DIMS, "slots", "window_slots", "l", "r", "pos_table", "rope_dim", "states", *SAMPLING_DIMS}
+)
 
 
 @dataclass

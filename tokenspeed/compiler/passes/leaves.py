@@ -65,7 +65,8 @@ def param_types(name: str, decl: Any, b: Binding, path: str | None = None) -> di
         return {name: Param(name, "table", (Type("f32", (Dim("pos_table"), Dim("rope_dim"))),))}
     slots = Dim("slots", (*b.order(b.home), *b.order(b.expand("cp"))))
     if isinstance(decl, PagedAttention):
-        cache = Type(b.cache_dtype, (slots, *dims((decl.kv, decl.d))))
+        held = Dim("window_slots", slots.axes) if decl.windowed else slots
+        cache = Type(b.cache_dtype, (held, *dims((decl.kv, decl.d))))
         return {name: Param(name, "cache", (cache, cache))}
     if isinstance(decl, StateCache):
         dtype = b.dtype if decl.dtype == STREAM else decl.dtype

@@ -40,7 +40,15 @@ from tokenspeed.ir.verifier import verify
 from tokenspeed.models.nn.config import Config
 
 #: stand-ins for extents that the runtime fixes, for sizes in the cost model only
-_NOMINAL = SAMPLING_DIMS | {"l": 16, "slots": 16, "states": 16, "r": 16, "pos_table": 16, "rope_dim": 16}
+_NOMINAL = SAMPLING_DIMS | {
+    "l": 16,
+    "slots": 16,
+    "window_slots": 16,
+    "states": 16,
+    "r": 16,
+    "pos_table": 16,
+    "rope_dim": 16,
+}
 
 
 @dataclass

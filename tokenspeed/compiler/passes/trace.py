@@ -127,6 +127,9 @@ def flatten(
     static, rows = ({d: n for d, n in dims.items() if (d in ROW_DIMS) == per} for per in (False, True))
     flat = Flat(type(model).__name__, variant, ports, [], [], {}, [], static, rows)
     env = _Flattener(flat, tag).run(root, {p: p for p in ports})
+    read = {name for node in flat.nodes for name in node.inputs}
+    optional = {k for _, spec in sig.args if not isinstance(spec, Spec) for k, p in spec.fields().items() if p.optional}
+    flat.ports = {name: port for name, port in ports.items() if name in read or name not in optional}
     first_out: Spec = sig.outs[0]
     flat.results = [(env[out.name], first_out)] + [(env[v], spec) for v, spec in trace.exports.values()]
     flat.exports = list(trace.exports)

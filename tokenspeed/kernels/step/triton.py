@@ -3,7 +3,8 @@ its tokens to, the slot of a ring in pinned host memory that a counter on the de
 on, so that as many steps may be in flight as the ring has slots, less one.
 
 A slot of the inputs is int32: `HEADER` words (the first is the width w of the block table), then of T tokens and S rows
-ids, pos, slot, row [T], last, request slots [S], params [S, 16], table [S, w].
+ids, pos, slot, row [T], last, request slots [S], params [S, 16], table [S, w]; where layers see a window, window slot [T] behind
+row, and window table [S, w] behind table.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ PARAM_WORDS = 16
 BLOCK = 1024
 
 
-def slot_words(tokens: int, rows: int, width: int) -> int:
+def slot_words(tokens: int, rows: int, width: int, windowed: bool = False) -> int:
     """int32 words that the inputs of a step take at most."""
-    return HEADER + 4 * tokens + (2 + PARAM_WORDS + width) * rows
+    return HEADER + (4 + windowed) * tokens + (2 + PARAM_WORDS + (1 + windowed) * width) * rows
 
 
 @triton.jit
 def unpack(
-    counter, ring, slot_size, slots, ids, pos, slot, row, last, request, words, table, table_stride, sampled, T, S,
-    blocks, HEAD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    counter, ring, slot_size, slots, ids, pos, slot, row, last, request, words, table, table_stride, window_slot,
+    window_table, sampled, T, S, blocks,
+    HEAD: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. blocks - 1 take a block of tokens each, the others one row."""
     await_inputs(PDL)
@@ -45,9 +47,11 @@ def unpack(
         tl.store(pos + t, tl.load(tokens + T + t, mask=inside, other=-1), mask=inside)
         tl.store(slot + t, tl.load(tokens + 2 * T + t, mask=inside, other=-1), mask=inside)
         tl.store(row + t, tl.load(tokens + 3 * T + t, mask=inside, other=-1), mask=inside)
+        if WINDOWED:
+            tl.store(window_slot + t, tl.load(tokens + 4 * T + t, mask=inside, other=-1), mask=inside)
     else:
         s = program - blocks
-        rows = tokens + 4 * T
+        rows = tokens + (4 + WINDOWED) * T
         tl.store(last + s, tl.load(rows + s))
         tl.store(request + s, tl.load(rows + S + s))
         word = tl.arange(0, WORDS)
@@ -57,6 +61,9 @@ def unpack(
         for base in range(0, width, BLOCK):
             page = tl.load(pages + base + lane, mask=base + lane < width, other=0)
             tl.store(table + s.to(tl.int64) * table_stride + base + lane, page, mask=base + lane < width)
+            if WINDOWED:
+                page = tl.load(pages + S * width + base + lane, mask=base + lane < width, other=0)
+                tl.store(window_table + s.to(tl.int64) * table_stride + base + lane, page, mask=base + lane < width)
 
 
 @triton.jit
@@ -80,15 +87,16 @@ def begin_step(
 ) -> None:
     """Slot `counter` of ring i32 [slots, words] (pinned) into the ports' first `tokens` and `rows` entries.
 
-    ports: ids, pos, slot, row i32 [>= T], last, request_slots [>= S], params [>= S, 16], table [>= S, L]; an id -1 - r
-    stands for sampled[r], i32. counter i32 [1].
+    ports: ids, pos, slot, row i32 [>= T], last, request_slots [>= S], params [>= S, 16], table [>= S, L], and where layers see a
+    window window_slot and window_table, as slot and table; an id -1 - r stands for sampled[r], i32. counter i32 [1].
     """
     blocks = -(-tokens // BLOCK)
-    p = ports
+    p, windowed = ports, "window_table" in ports
+    near = (p["window_slot"], p["window_table"]) if windowed else (p["slot"], p["table"])
     launch(
         unpack, (blocks + rows,), counter, ring, ring.stride(0), ring.shape[0], p["ids"], p["pos"], p["slot"], p["row"],
-        p["last"], p["request_slots"], p["params"], p["table"], p["table"].stride(0), sampled, tokens, rows, blocks,
-        HEAD=HEADER, WORDS=PARAM_WORDS, BLOCK=BLOCK, num_warps=4,
+        p["last"], p["request_slots"], p["params"], p["table"], p["table"].stride(0), *near, sampled, tokens, rows,
+        blocks, HEAD=HEADER, WORDS=PARAM_WORDS, WINDOWED=windowed, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class Batch(Ports):
     slot = Port("t@dp -> slots@dp")  # KV slot to write; -1: none
     row = Port("t@dp -> s@dp")  # request row of the token; -1: a hole
     table = Port("s@dp l -> slots@dp")  # block table: page numbers
+    window_slot = Port("t@dp -> window_slots@dp", optional=True)  # as slot, and as table, of layers that see a window
+    window_table = Port("s@dp l -> window_slots@dp", optional=True)
     last = Port("s@dp -> t@dp")  # token row to sample from; -1: none this step
     params = Port("s@dp p")  # sampling parameters, packed words
 

@@ -18,15 +18,15 @@ from tokenspeed.ir.spec import Spec, parse_spec
 
 
 class PortSpec:
-    """One tensor of the program's interface: placement and dtype."""
+    """One tensor of the program's interface: placement and dtype. `optional`: a program that does not read it has no such port."""
 
-    def __init__(self, spec: str, dtype: str = "i32") -> None:
-        self.spec, self.dtype = parse_spec(spec), dtype
+    def __init__(self, spec: str, dtype: str = "i32", optional: bool = False) -> None:
+        self.spec, self.dtype, self.optional = parse_spec(spec), dtype, optional
 
 
-def Port(spec: str, dtype: str = "i32") -> Any:
+def Port(spec: str, dtype: str = "i32", optional: bool = False) -> Any:
     """Declares a field of a `Ports` struct: `ids = Port("t@dp")`. In a body the field is the tensor."""
-    return PortSpec(spec, dtype)
+    return PortSpec(spec, dtype, optional)
 
 
 class Ports:

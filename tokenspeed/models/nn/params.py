@@ -70,7 +70,8 @@ class Rope(Param):
 
 
 class PagedAttention(Param):
-    """Causal attention of this step's tokens over their requests' pages; owns one KV cache of the full-attention group.
+    """Causal attention of this step's tokens over their requests' pages; owns one KV cache, of the full-attention group or,
+    with a window, of the group whose pages are given up behind it.
 
     spec: "n@tp kv@tp:kv d", query heads, KV heads, head width. scale: of the scores. window: positions that a token sees, its
     own the last of them (None: all before it). softcap: c bends a score x to c tanh(x / c).
@@ -86,15 +87,17 @@ class PagedAttention(Param):
             )
         self.n, self.kv, self.d = dims
         self.scale = scale
+        self.windowed = window is not None
         self.options: dict[str, Any] = {k: v for k, v in (("window", window), ("softcap", softcap)) if v is not None}
 
     def __call__(self, q: Any, k: Any, v: Any, b: Any, sinks: Weight | None = None) -> Any:
         """[t, n, d]. `sinks`: of each query head ("n@tp"), a score beside those of the keys whose weight goes to nothing."""
         current().frame.params[self.path] = self
         ck, cv = f"@{self.path}:0", f"@{self.path}:1"
-        apply("append", [k, v, b.slot, ck, cv], 0)
+        slot, table = (b.window_slot, b.window_table) if self.windowed else (b.slot, b.table)
+        apply("append", [k, v, slot, ck, cv], 0)
         extra = [sinks.ref()] if sinks else []
-        y = apply("attend", [q, ck, cv, b.pos, b.row, b.table, *extra], scale=self.scale, **self.options)
+        y = apply("attend", [q, ck, cv, b.pos, b.row, table, *extra], scale=self.scale, **self.options)
         return place(y, f"t@dp {self.n} {self.d}")
 
 

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 def rank_tiers(config: RankConfig, executor: Executor, report: Report) -> RankTiers:
     """StartupError where the host pages or the store cannot be had. A step of the executor waits for what it loads here."""
-    pages = Pages(executor.paged, config.num_pages, config.host_pages)
+    groups = [(executor.paged["slots"], config.num_pages)]
+    if config.window_pages:
+        groups.append((executor.paged["window_slots"], config.window_pages))
+    pages = Pages(groups, config.host_pages)
     store, timeout = None, 0.0
     if config.storage:
         address = parse_address(config.storage)
         mesh = executor.plan.mesh
         part = {a: c for a, c in mesh.coords(config.rank).items() if a not in executor.plan.home}
-        name = namespace(config.identity, part, executor.paged, config.page_size)
+        caches = [cache for held, _ in groups for cache in held]
+        name = namespace(config.identity, part, caches, config.page_size)
         store, timeout = open_store(address, name, pages.page_bytes), address.timeout
     executor.tiers = RankTiers(pages, store, timeout, report)
     return executor.tiers

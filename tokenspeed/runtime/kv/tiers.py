@@ -100,9 +100,9 @@ class RankTiers:
         order = copy.order
         try:
             if order.kind == "write_back":
-                copy.fence = self.pages.out(order.device, order.host)
+                copy.fence = self.pages.out(order.pages, order.host)
             else:
-                copy.fence = self.pages.back(order.host, order.device)
+                copy.fence = self.pages.back(order.host, order.pages)
             copy.enqueued.set()
             if copy.fence is not None:
                 copy.fence.synchronize()

@@ -26,6 +26,7 @@ class Order:
     kind: Kind
     group: int
     device: np.ndarray  # int32 [n]; empty for prefetch and backup
+    window: np.ndarray  # int32 [n], the window pages beside them, -1: none; empty where there are none at all
     host: np.ndarray  # int32 [n]
     keys: tuple[bytes, ...]  # of 16 bytes, for each page
 
@@ -35,8 +36,13 @@ class Order:
         keys = np.asarray(transfer.keys, np.uint8)
         return cls(
             int(transfer.ticket), transfer.kind, int(transfer.group), np.array(transfer.device, np.int32),
-            np.array(transfer.host, np.int32), tuple(key.tobytes() for key in keys),
+            np.array(transfer.window, np.int32), np.array(transfer.host, np.int32), tuple(key.tobytes() for key in keys),
         )  # fmt: skip
+
+    @property
+    def pages(self) -> list[np.ndarray]:
+        """On the device, of each group of caches that has pages."""
+        return [self.device, self.window] if len(self.window) else [self.device]
 
 
 class Tickets:

@@ -1,0 +1,89 @@
+"""Layers that see a window keep only the pages that they can see, and no token depends on it: not with long contexts, not with
+prefixes found on the device, on the host or in storage, not when requests wait again.
+
+`want` is what the model says without any cache, in whole prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.interleavings import windowed_model
+from tests.e2e.test_kv_tiers import PAGE, address, cached, serve, settled, tokens
+from tests.e2e.tiny import VOCAB, tiny_model
+from tokenspeed import Engine
+
+WINDOW = 24
+OPTIONS: dict[str, Any] = {
+    "core": "inproc", "page_size": PAGE, "max_num_seqs": 4, "max_num_batched_tokens": 64, "buckets": [1, 4, 16, 64],
+    "max_model_len": 448, "num_pages": 120,
+}  # fmt: skip
+#: of the second: no layer sees everything
+MODELS = {"mixed": windowed_model, "all": lambda folder: tiny_model(folder, "mistral", sliding_window=WINDOW)}
+
+
+def prompts(seed: int = 3) -> list[list[int]]:
+    """Of up to 26 pages; some share a prefix of 9 pages, and one is sent again longer."""
+    rng = random.Random(seed)
+    draw = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    shared, long = draw(150), draw(300)
+    return [long, shared + draw(40), shared + draw(90), draw(33), long + draw(100), shared + draw(7)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def want(model: Path) -> list[list[int]]:
+    options = OPTIONS | {"max_num_batched_tokens": 448, "buckets": [1, 4, 448], "max_num_seqs": 1}
+    with Engine(model=str(model), enable_prefix_caching=False, **options) as engine:
+        assert engine.control("stats")["window_pages_total"] > 0
+        return tokens(serve(engine, prompts()))
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine(model=str(model), **OPTIONS) as engine:
+        yield engine
+
+
+def test_prefixes_of_every_length_are_found_and_give_the_same_tokens(engine: Engine, want: list[list[int]]) -> None:
+    assert tokens(serve(engine, prompts())) == want
+    again = serve(engine, prompts())
+    assert tokens(again) == want
+    for prompt, (_, found) in zip(prompts(), again):
+        assert found[0] == (len(prompt) - 1) // PAGE * PAGE
+    settled(engine)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill_chunk": 7}, {"page_size": 1, "num_pages": 530}, {"overlap_depth": 0, "page_size": 5}]
+)
+def test_chunks_retraction_and_small_pages(model: Path, want: list[list[int]], options: dict[str, Any]) -> None:
+    with Engine(model=str(model), **OPTIONS | options) as engine:
+        for _ in range(2):
+            assert tokens(serve(engine, prompts())) == want
+        stats = settled(engine)["stats"]
+    assert (stats["retractions"] > 0) == ("num_pages" in options)
+
+
+def test_host_and_storage_give_back_what_the_window_shows(model: Path, want: list[list[int]], tmp_path: Path) -> None:
+    given = OPTIONS | {"host_kv_gib": 3e-3, "kv_storage": address(tmp_path)}
+    with Engine(model=str(model), **given) as engine:
+        assert tokens(serve(engine, prompts())) == want
+        settled(engine)
+        assert engine.control("flush_cache", tier="device")["pages"] > 0
+        again = serve(engine, prompts())
+        assert tokens(again) == want and cached(again)[1] > 600
+        settled(engine)
+    with Engine(model=str(model), **given) as engine:
+        restarted = serve(engine, prompts())
+        assert tokens(restarted) == want and cached(restarted)[2] > 0
+        assert settled(engine)["storage"]["hits"] > 40  # pages
