@@ -2,9 +2,10 @@
 
     python benchmarks/scheduler.py [--json] [--steps N]
 
-Three cases, each 256 running requests with 50,000-token contexts and pages of 16 tokens:
+Four cases, each 256 running requests with 50,000-token contexts and pages of 16 tokens:
   shared    16 groups of 16 requests share 47,008 tokens: 94,880 pages in a pool of 100,000
   unshared  nothing in common: 800,000 pages in a pool of 1,000,000
+  windowed  as shared, with layers that see 1,024 tokens and 40,000 pages of theirs
   tiered    as shared, with as many host pages: the step also hands out and answers the write-backs of what was computed
 A step is `next_plan` (+ `transfers`) + `advance` while all 256 decode; `queued` repeats it with 10,000 requests waiting. A
 match looks a 50,000-token prompt up in the prefix cache, its 3,125 page hashes included: warm (again and again) and cold
@@ -28,7 +29,12 @@ from tokenspeed._scheduler import Config, Scheduler
 REQUESTS, CONTEXT, PAGE, GROUPS, SHARED = 256, 50_000, 16, 16, 47_008
 VOCABULARY = 150_000
 QUEUED = 10_000
-CASES = {"shared": (True, 100_000, 0), "unshared": (False, 1_000_000, 0), "tiered": (True, 100_000, 100_000)}
+CASES = {  # whether prefixes are shared, pages, window, host pages
+    "shared": (True, 100_000, 0, 0),
+    "unshared": (False, 1_000_000, 0, 0),
+    "windowed": (True, 100_000, 1024, 0),
+    "tiered": (True, 100_000, 0, 100_000),
+}
 ROOT = Path(__file__).parents[1]
 
 
@@ -42,7 +48,7 @@ def prompts(shared: bool) -> list[np.ndarray]:
     return [np.concatenate([heads[i % GROUPS], draw(CONTEXT - SHARED)]) for i in range(REQUESTS)]
 
 
-def decoding(requests: list[np.ndarray], pages: int, host: int) -> Scheduler:
+def decoding(requests: list[np.ndarray], pages: int, window: int, host: int) -> Scheduler:
     """A scheduler in which every request is in its decode phase."""
     config = Config(
         page_size=PAGE,
@@ -51,6 +57,8 @@ def decoding(requests: list[np.ndarray], pages: int, host: int) -> Scheduler:
         token_buckets=[REQUESTS, 65_536],
         max_seq_len=65_536,
         host_pages=host,
+        window=window,
+        window_pages=40_000 if window else 0,
     )
     scheduler = Scheduler(config)
     for i, tokens in enumerate(requests):
@@ -102,9 +110,9 @@ def time_match(scheduler: Scheduler, tokens: np.ndarray, repeats: int, *, cold: 
     return float(np.median(times))
 
 
-def case(shared: bool, pages: int, host: int, steps: int) -> dict[str, float]:
+def case(shared: bool, pages: int, window: int, host: int, steps: int) -> dict[str, float]:
     requests = prompts(shared)
-    scheduler = decoding(requests, pages, host)
+    scheduler = decoding(requests, pages, window, host)
     time_steps(scheduler, 32)
     times = time_steps(scheduler, steps // 2)
     for i in range(QUEUED):
@@ -141,8 +149,8 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = {}
     counts = allocations(arguments.steps // 4)
-    for name, (shared, pages, host) in CASES.items():
-        result = case(shared, pages, host, arguments.steps) | {"allocs_per_step": counts[name]}
+    for name, sizes in CASES.items():
+        result = case(*sizes, arguments.steps) | {"allocs_per_step": counts[name]}
         figures |= {f"{name}_{key}": round(value, 1) for key, value in result.items()}
     # The headline keys: the worst of the cases.
     for key in [key.removeprefix("shared_") for key in figures if key.startswith("shared_")]:

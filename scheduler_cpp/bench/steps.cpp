@@ -1,6 +1,6 @@
 // Allocations of a steady decode step, counted by a replaced operator new: 256 requests with 50,000-token contexts and
-// pages of 16 tokens. `scheduler_steps shared|unshared|tiered STEPS` prints the mean over STEPS steps; in the tiered
-// case the steps in which a transfer starts or ends are left out, as each of those is an object of its own.
+// pages of 16 tokens. `scheduler_steps shared|unshared|windowed|tiered STEPS` prints the mean over STEPS steps; in the
+// tiered case the steps in which a transfer starts or ends are left out, as each of those is an object of its own.
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
@@ -12,7 +12,7 @@
 using namespace tokenspeed;
 
 int main(int argc, char** argv) {
-  if (argc != 3) return std::fprintf(stderr, "usage: scheduler_steps shared|unshared|tiered STEPS\n"), 2;
+  if (argc != 3) return std::fprintf(stderr, "usage: scheduler_steps shared|unshared|windowed|tiered STEPS\n"), 2;
   constexpr int kRequests = 256, kContext = 50'000, kShared = 47'008, kGroups = 16;
   const std::string_view name = argv[1];
   const bool shared = name != "unshared";
@@ -21,6 +21,8 @@ int main(int argc, char** argv) {
                       .max_requests = kRequests,
                       .token_buckets = {kRequests, 65'536},
                       .max_seq_len = 65'536,
+                      .window = name == "windowed" ? 1024 : 0,
+                      .window_pages = name == "windowed" ? 40'000 : 0,
                       .host_pages = name == "tiered" ? 100'000 : 0};
   Scheduler scheduler(config);
   for (int i = 0; i < kRequests; ++i) {

@@ -169,10 +169,10 @@ void CheckRun(const Run& run, Place place, const HomeGroup& group, const Config&
           who + "the window table's running digest is wrong");
   if (config.windowed() && !copies) {
     const Window& window = group.cache.window().window();
-    Require(run.kv.first_seen() <= window.FirstSeen(run.computed) &&
+    Require(run.kv.first_seen() <= window.FirstBehind(run.computed / config.page_size) &&
                 PagesFor(run.planned, config.page_size) <= run.kv.window_pages(),
             who + "what its next tokens see has no window page");
-    Require(run.load || run.kv.first_seen() == window.FirstSeen(run.computed),
+    Require(run.load || run.kv.first_seen() == window.FirstBehind(run.computed / config.page_size),
             who + "keeps window pages that it does not see");
   }
   Require(static_cast<int>(tokens.keys().size()) == (config.prefix_cache ? tokens.size() / config.page_size : 0),

@@ -26,7 +26,7 @@ int Config::BucketFor(int tokens) const noexcept {
 }
 
 std::int64_t Config::WindowPagesFor(int requests) const noexcept {
-  const std::int64_t each = window - 3 + 2 * std::int64_t{page_size};
+  const std::int64_t each = window - 4 + 3 * std::int64_t{page_size};
   const std::int64_t pages = (std::int64_t{max_in_flight} * budget() + requests * each + page_size - 1) / page_size;
   return std::min(pages, requests * std::int64_t{PagesFor(max_seq_len, page_size)});
 }

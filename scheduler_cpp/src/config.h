@@ -47,8 +47,9 @@ struct Config {
   int window_start() const noexcept {
     return std::min(PagesFor(window - 1, page_size) + 1, PagesFor(max_seq_len, page_size));
   }
-  // Window pages that `requests` running ones hold at most, whatever is in flight. One with n tokens in flight holds at
-  // most ceil((n + window - 2) / page_size) + 1, and the tokens in flight of all come to max_in_flight * budget().
+  // Window pages that `requests` running ones hold at most, whatever is in flight. One with n tokens in flight holds
+  // what is seen from the last page boundary that it has computed, at most ceil((n + window + page_size - 3) /
+  // page_size) + 1, and the tokens in flight of all come to max_in_flight * budget().
   std::int64_t WindowPagesFor(int requests) const noexcept;
   // Requests that a home group runs at once: each gets at least one token in every step, and window pages never run
   // out.

@@ -151,11 +151,11 @@ class Residency {
     }
   }
 
-  // The tokens from `position` on are all that is still to be computed: what they do not see goes back, but for the
-  // ends of what was asked for, of which the prompt's `prompt` tokens are one, soonest.
-  void PassBy(int position, int prompt) noexcept {
+  // All that is still to be computed lies behind `pages` full ones: what is not seen from there goes back, and is
+  // evicted first, but for the ends of what was asked for, of which the prompt's `prompt` tokens are one.
+  void PassBy(int pages, int prompt) noexcept {
     const Window& window = cache_->window().window();
-    const int first = std::min(window.FirstSeen(position), window_pages());
+    const int first = std::min(window.FirstBehind(pages), window_pages());
     for (; first_seen_ < first; ++first_seen_) {
       const PageId page = window_pages_[static_cast<std::size_t>(first_seen_)];
       if (first_seen_ >= committed_) {

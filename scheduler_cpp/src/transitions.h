@@ -161,7 +161,7 @@ inline void Commit(Run& run, int page_size, StepId reader) noexcept {
   if (run.load) return;
   const int keyed = static_cast<int>(run.tokens.keys().size());  // 0 where prefix caching is off
   run.kv.Commit(run.tokens, std::min(run.computed / page_size, keyed), reader);
-  if (run.kv.windowed()) run.kv.PassBy(run.computed, run.tokens.prompt());
+  if (run.kv.windowed()) run.kv.PassBy(run.computed / page_size, run.tokens.prompt());
 }
 
 // Records a returned step: its KV exists now, so full pages go to the prefix tree, and its token is known.

@@ -25,6 +25,13 @@ Config Small() {
           .write_back_pages = 1};
 }
 
+// With layers that see `window` tokens, and few pages of theirs beyond what is needed.
+Config Windowed(Config config, int window, int spare) {
+  config.window = window;
+  config.window_pages = static_cast<int>(config.WindowPagesFor(1)) + spare;
+  return config;
+}
+
 std::vector<Token> Prompt(int length, Token first = 0) {
   std::vector<Token> prompt(static_cast<std::size_t>(length));
   for (int i = 0; i < length; ++i) prompt[static_cast<std::size_t>(i)] = (first + i * i) % 7;
@@ -36,13 +43,14 @@ void ExpectAllHome(Scheduler& scheduler) {
   scheduler.FlushCache();
   const Stats stats = scheduler.stats();
   EXPECT_EQ(stats.kv_pages_free, stats.kv_pages_total);
+  EXPECT_EQ(stats.window_pages_free, stats.window_pages_total);
   EXPECT_EQ(stats.host_pages_free, stats.host_pages_total);
 }
 
 // A fixed script in which allocation number `fail_at` fails; the caller retries the call that threw, as an engine
 // would. Returns false once the script runs through without reaching that allocation.
-bool SurvivesFailureAt(long fail_at) {
-  Scheduler scheduler(Small());
+bool SurvivesFailureAt(long fail_at, const Config& config) {
+  Scheduler scheduler(config);
   std::vector<Output> outputs;
   struct Flight {
     StepId step;
@@ -103,9 +111,11 @@ bool SurvivesFailureAt(long fail_at) {
 }
 
 TEST(Tiers, SurviveTheFailureOfAnyAllocation) {
-  long survived = 0;
-  while (SurvivesFailureAt(survived)) ++survived;
-  EXPECT_GT(survived, 100);
+  for (const Config& config : {Small(), Windowed(Small(), 3, 3)}) {
+    long survived = 0;
+    while (SurvivesFailureAt(survived, config)) ++survived;
+    EXPECT_GT(survived, 100);
+  }
 }
 
 TEST(Tiers, ASteadyDecodeStepThatMovesNothingAllocatesNothing) {
@@ -166,6 +176,7 @@ TEST(Tiers, SeededLongRun) {
     config.max_in_flight = 1 + round / 2 % 2;
     config.prefill_chunk = round % 4 == 3 ? 1 : 0;
     config.write_back_pages = 1 + round % 5;
+    if (round % 2 == 0) config = Windowed(config, 1 + round, round / 2);
     Scheduler scheduler(config);
     std::deque<std::pair<StepId, std::size_t>> flights;
     std::vector<std::pair<TicketId, int>> out;
