@@ -81,25 +81,31 @@ def _executor(kind: type[Executor], device: str, folder: Path, dtype: str, confi
         device=device,
     )  # fmt: skip
     artifact = load_artifact(compiled.write(folder / device.replace(":", "-")))
-    return kind(RankConfig("", {}, 0, PAGE, PAGES, 64, 1), artifact, DummyCheckpoint(config, 3), silent)
+    return kind(
+        RankConfig("", {}, 0, PAGE, PAGES, 64, 1, window_pages=PAGES), artifact, DummyCheckpoint(config, 3), silent
+    )
 
 
 def _step(rows: list[tuple[int, int, list[int]]], bucket: int, variant: str, flags: int) -> Step:
     """rows: (request slot, first position, ids)."""
     tables = np.arange(8, dtype=np.int32).reshape(4, 2)[:, ::-1] * 2 + 1
+    groups = {"": tables, "window_": tables - 1}
     s = min(bucket, 4)
-    arrays = {n: np.full(bucket, -1, np.int32) for n in ("ids", "pos", "slot", "row")}
+    arrays = {n: np.full(bucket, -1, np.int32) for n in ("ids", "pos", "slot", "window_slot", "row")}
     arrays |= {n: np.full(s, -1, np.int32) for n in ("last", "request_slots")}
-    arrays["table"] = np.zeros((s, 2), np.int32)
+    arrays |= {n: np.zeros((s, 2), np.int32) for n in ("table", "window_table")}
     params = np.zeros((s, PARAM_WORDS), np.int32)
     at = 0
     for i, (slot, start, ids) in enumerate(rows):
         for j, token in enumerate(ids):
             p = start + j
             arrays["ids"][at], arrays["pos"][at], arrays["row"][at] = token, p, i
-            arrays["slot"][at] = tables[slot, p // PAGE] * PAGE + p % PAGE
+            for prefix, table in groups.items():
+                arrays[f"{prefix}slot"][at] = table[slot, p // PAGE] * PAGE + p % PAGE
             at += 1
-        arrays["last"][i], arrays["request_slots"][i], arrays["table"][i] = at - 1, slot, tables[slot]
+        arrays["last"][i], arrays["request_slots"][i] = at - 1, slot
+        for prefix, table in groups.items():
+            arrays[f"{prefix}table"][i] = table[slot]
         params[i, Word.FLAGS] = flags
         params[i, Word.SEED_LO], params[i, Word.POSITION], params[i, Word.SLOT] = 7 + slot, start + len(ids), slot
         params[i, Word.TEMPERATURE] = np.float32(0.8).view(np.int32)
