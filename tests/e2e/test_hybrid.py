@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.e2e.models import write_tiny
 from tokenspeed import Engine, SamplingParams
-from tokenspeed.runtime import build
+from tokenspeed.runtime import cache_sizes
 from tokenspeed.runtime.errors import StartupError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -72,7 +72,7 @@ def test_tokens_do_not_depend_on_chunks_slots_overlap_retraction_or_prefixes(
 def test_states_that_do_not_fit_are_refused_with_how_many_would(
     model: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(cache_sizes, "free_memory", lambda: 1 << 20)
     options: dict[str, Any] = {"model": str(model), "core": "inproc", "max_model_len": 32, "num_pages": pages}
     with pytest.raises(StartupError, match=r"no room for the states of 256 requests at once: ") as refused:
         Engine(**options).__enter__()

@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.interleavings import windowed_model
+from tests.e2e.interleavings import expected, interleave, sessions, windowed_model
 from tests.e2e.test_kv_tiers import PAGE, address, cached, serve, settled, tokens
 from tests.e2e.tiny import VOCAB, tiny_model
 from tokenspeed import Engine
+from tokenspeed.runtime import cache_sizes
+from tokenspeed.runtime.build import find_artifact
+from tokenspeed.runtime.config import EngineConfig
+from tokenspeed.runtime.errors import StartupError
+from tokenspeed.runtime.executor import open_artifact
 
 WINDOW = 24
 OPTIONS: dict[str, Any] = {
@@ -74,6 +79,12 @@ def test_chunks_retraction_and_small_pages(model: Path, want: list[list[int]], o
     assert (stats["retractions"] > 0) == ("num_pages" in options)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_seeded_interleavings(model: Path, seed: int) -> None:
+    work = sessions(VOCAB, 12)
+    interleave(str(model), work, expected(str(model), work), seed)
+
+
 def test_host_and_storage_give_back_what_the_window_shows(model: Path, want: list[list[int]], tmp_path: Path) -> None:
     given = OPTIONS | {"host_kv_gib": 3e-3, "kv_storage": address(tmp_path)}
     with Engine(model=str(model), **given) as engine:
@@ -87,3 +98,19 @@ def test_host_and_storage_give_back_what_the_window_shows(model: Path, want: lis
         restarted = serve(engine, prompts())
         assert tokens(restarted) == want and cached(restarted)[2] > 0
         assert settled(engine)["storage"]["hits"] > 40  # pages
+
+
+def test_memory_is_split_among_the_groups(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned fits the share; with less memory fewer run at once, and with too little the start says what is short."""
+    config = EngineConfig(str(model), page_size=PAGE, max_model_len=448, max_num_seqs=64, memory_fraction=0.5)
+    artifact = open_artifact(str(find_artifact(config)))
+    found = []
+    for mib in (4, 8, 64):
+        monkeypatch.setattr(cache_sizes, "free_memory", lambda mib=mib: mib << 20)
+        size = cache_sizes.cache_sizes(config, artifact, 448)
+        assert size.window == WINDOW and size.pages_bytes + size.window_bytes <= mib * 2**20 / 2 + 2**13
+        found.append((size.pages, size.window_pages))
+    assert found == sorted(found) and found[0][1] < found[2][1]
+    monkeypatch.setattr(cache_sizes, "free_memory", lambda: 1 << 16)
+    with pytest.raises(StartupError, match="pages of windowed layers take"):
+        cache_sizes.cache_sizes(config, artifact, 448)
