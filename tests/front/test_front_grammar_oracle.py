@@ -13,6 +13,7 @@ import pytest
 from schemas import random_schema, rooted, walk
 
 from tests.e2e.tiny import BOS, EOS, tiny_tokenizer
+from tokenspeed.runtime.errors import RequestError
 from tokenspeed.runtime.grammar import Structure
 from tokenspeed.runtime.grammar.compiler import Grammars
 from tokenspeed.runtime.tokenizer import Tokenizer
@@ -126,3 +127,24 @@ def test_regexes_and_grammars(source: str, tiny: Tokenizer, ours: Grammars, thei
         assert takes(theirs, compiled, tokens), tiny.decode(tokens)
         other = drawn(theirs, compiled, r)
         assert other is None or not valid(tiny, other) or ours_takes(ours, structure, other), tiny.decode(other)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "not": {"const": "a"}}, '"a"'),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
+        ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 7}}, "[1, 1]"),
+        ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "3"),
+    ],
+)
+def test_why_it_holds_no_outputs(schema: Any, text: str, tiny: Tokenizer, ours: Grammars, theirs: Any) -> None:
+    """It takes schemas that it follows in part; ours refuses them, or the text."""
+    ids = {raw: i for i, raw in enumerate(tiny.token_bytes)}
+    tokens = [ids[bytes([byte])] for byte in text.encode()]
+    assert takes(theirs, theirs.compile_json_schema(json.dumps(schema), any_whitespace=False), tokens)
+    try:
+        assert not ours_takes(ours, Structure.schema(schema), tokens)
+    except RequestError as fault:
+        assert "json_schema" in fault.message
