@@ -62,6 +62,15 @@ void PrefixCache::Match(std::span<const PageKey> keys, std::span<const Token> to
   }
 }
 
+int PrefixCache::Reach(std::span<const PageKey> keys) const noexcept {
+  auto known = [&](const PageKey& key) {
+    for (std::size_t at = Home(key); index_[at].page != kNoPage; at = (at + 1) & mask_)
+      if (index_[at].tag == Tag(key) && At(index_[at].page).key == key) return true;
+    return false;
+  };
+  return static_cast<int>(std::ranges::partition_point(keys, known) - keys.begin());
+}
+
 void PrefixCache::Resumable(std::vector<PageId>& path) const noexcept {
   for (std::size_t before = path.size() + 1; path.size() < before;) {
     before = path.size();

@@ -64,6 +64,9 @@ class PrefixCache {
   // The longest cached path of `keys` (one a full page; `tokens` are the same pages' tokens), written to `path`.
   // Read-only: neither pins nor the order of eviction change.
   void Match(std::span<const PageKey> keys, std::span<const Token> tokens, std::vector<PageId>& path) const;
+  // How many leading pages of `keys` are cached, by bisection: a page is cached with all before it. By key alone, so it
+  // says what is worth a match, and no more.
+  int Reach(std::span<const PageKey> keys) const noexcept;
   // Pages at the end of `path` that nobody uses: pinning the path takes so many out of evictable().
   int IdlePages(std::span<const PageId> path) const noexcept;
   // The child of `parent` with this key and these tokens (page_size of them), or kNoPage.

@@ -159,8 +159,11 @@ class Scheduler {
   // tiers.cpp: what moves between device, host and storage.
   enum class Copy { kStarted, kLater, kNothing };
   void StartFetches();
-  bool StartFetch(Request& request);
-  static void MakeHostRoom(HomeGroup& group, int pages) noexcept;
+  enum class Fetched { kStarted, kNothing, kNoRoom };
+  Fetched StartFetch(Request& request);
+  bool TiersHave(const TokenSequence& tokens) const noexcept;
+  std::uint64_t Epochs() const noexcept;
+  void MakeHostRoom(HomeGroup& group, int pages, const Request& request) noexcept;
   void StartWriteBacks(int index);
   Copy StartWriteBack(int index, Request& request, std::span<const PageId> pages, NodeRef& host);
   void StartBackup(int index, Ticket&& written, Transfer&& transfer) noexcept;

@@ -60,7 +60,7 @@ struct Submitted {
   static constexpr std::string_view kName = "Submitted";
   static constexpr std::string_view kOwns = "token container";
   TokenSequence tokens;
-  bool looked_up = false;  // nothing is to be had from storage
+  std::uint64_t looked_up = 0;  // when the tiers last had all of it (Scheduler::Epochs), so that storage was not asked
 };
 
 // Pages of a prompt that storage supplied: the half-open range of their indices.

@@ -66,27 +66,54 @@ Ticket Scheduler::MakeLoad(int index, const Request& request, std::span<const Pa
 
 // ---- Storage to host -----------------------------------------------------------------------------------------------
 
+// Oldest first, and what finds no room on the host is tried again: newer requests do not take the room that it waits
+// for. What the tiers had all of may be evicted while it waits, so it is looked at again whenever a request came or
+// went.
 void Scheduler::StartFetches() {
   if (!config_.storage) return;
-  // Without room nothing is looked up: what waits may find it later.
   auto has_room = [](const auto& group) {
     return group->host_available() > 0 || std::ranges::any_of(group->running, HasCopyToSpare);
   };
+  const std::uint64_t now = Epochs();
   int seen = 0;
   for (auto at = waiting_.begin();
-       at != waiting_.end() && seen < config_.max_requests && std::ranges::any_of(groups_, has_room); ++seen) {
+       at != waiting_.end() && seen < config_.max_requests && std::ranges::any_of(groups_, has_room);) {
     Request& request = *at->second;
-    ++at;  // a fetch takes the entry out of the queue
-    if (auto* submitted = std::get_if<Submitted>(&request.state)) {
-      if (!submitted->looked_up && !StartFetch(request)) submitted->looked_up = true;  // a fetch ends the state
-    } else if (auto* fetched = std::get_if<PrefetchDone>(&request.state)) {
-      if (fetched->more && !StartFetch(request)) fetched->more = false;
+    ++at, ++seen;  // a fetch takes the entry out of the queue
+    auto* submitted = std::get_if<Submitted>(&request.state);
+    auto* fetched = std::get_if<PrefetchDone>(&request.state);
+    if (!(submitted != nullptr && submitted->looked_up != now) && !(fetched != nullptr && fetched->more)) continue;
+    const bool has_all = submitted != nullptr && TiersHave(submitted->tokens);
+    const Fetched verdict = has_all ? Fetched::kNothing : StartFetch(request);  // a fetch ends the state
+    if (verdict == Fetched::kNoRoom) return;
+    if (verdict == Fetched::kStarted) {
+      --seen;
+      continue;
     }
+    if (submitted != nullptr) submitted->looked_up = now;
+    if (fetched != nullptr) fetched->more = false;
   }
 }
 
-// Asks storage for the pages behind those that the tiers have, in the group that has the most; whether it did.
-bool Scheduler::StartFetch(Request& request) {
+// Changes whenever a request enters a home group, or leaves one.
+std::uint64_t Scheduler::Epochs() const noexcept {
+  std::uint64_t sum = 1;
+  for (const auto& group : groups_) sum += group->epoch;
+  return sum;
+}
+
+// Whether the tiers have what can be reused of a prompt, as far as its pages' keys say: cheaper than to match them.
+// That the device has a page says nothing of its window part.
+bool Scheduler::TiersHave(const TokenSequence& tokens) const noexcept {
+  const auto keys = tokens.keys().first(static_cast<std::size_t>(tokens.reusable_pages()));
+  const int enough = static_cast<int>(keys.size()) - config_.storage_min_pages + 1;
+  return std::ranges::any_of(groups_, [&](const auto& group) {
+    return group->host_cache.Reach(keys) >= enough || (!config_.windowed() && group->cache.Reach(keys) >= enough);
+  });
+}
+
+// Asks storage for the pages behind those that the tiers have, in the group that has the most.
+Scheduler::Fetched Scheduler::StartFetch(Request& request) {
   const TokenSequence& tokens = *TokensOf(request.state);
   const auto keys = tokens.keys().first(static_cast<std::size_t>(tokens.reusable_pages()));
   const auto* fetched = std::get_if<PrefetchDone>(&request.state);
@@ -112,15 +139,16 @@ bool Scheduler::StartFetch(Request& request) {
   const int on_host = static_cast<int>(path.size());
   const int missing = static_cast<int>(keys.size()) - std::max(on_host, on_device);
   // Fetched pages hang below the host's, so what only the device has would be fetched as well.
-  if (missing < (fetched == nullptr ? config_.storage_min_pages : 1) || missing < on_device - on_host) return false;
+  if (missing < (fetched == nullptr ? config_.storage_min_pages : 1) || missing < on_device - on_host)
+    return Fetched::kNothing;
   ReserveTransfer();
   NodeRef host = group.host_cache.Pin(path.empty() ? kNoPage : path.back());
   const int before = fetched == nullptr ? 0 : fetched->stored.end - fetched->stored.first;
   const int most = std::max({config_.storage_min_pages, kFirstFetch, 2 * before});
   const int wanted = std::min(static_cast<int>(keys.size()) - on_host, most);
-  MakeHostRoom(group, wanted);
+  MakeHostRoom(group, wanted, request);
   const int pages = std::min(wanted, group.host_available());
-  if (pages == 0) return false;
+  if (pages == 0) return Fetched::kNoRoom;
   const auto count = static_cast<std::size_t>(pages);
   const auto named = keys.subspan(static_cast<std::size_t>(on_host), count);
   Transfer transfer{.group = best, .keys = {named.begin(), named.end()}};
@@ -134,16 +162,24 @@ bool Scheduler::StartFetch(Request& request) {
   }
   Register(ticket, &request, std::move(transfer));
   Send(request, event::Fetch{std::move(ticket)});
-  return true;
+  return Fetched::kStarted;
 }
 
-// Lets go of the host's copies of what runs, newest first: the device has those pages.
-void Scheduler::MakeHostRoom(HomeGroup& group, int pages) noexcept {
+// Lets go of the host's copies of what runs, newest first: the device has those pages. Then of what newer requests than
+// this one have fetched: they may fetch it again.
+void Scheduler::MakeHostRoom(HomeGroup& group, int pages, const Request& request) noexcept {
   for (auto at = group.running.rbegin(); at != group.running.rend() && group.host_available() < pages; ++at) {
     if (!HasCopyToSpare(*at)) continue;
     Run& run = *RunOf((*at)->state);
     run.host = NodeRef(group.host_cache);
     run.released = true;
+  }
+  for (auto at = waiting_.rbegin(); at != waiting_.rend() && at->second != &request; ++at) {
+    if (group.host_available() >= pages) return;
+    auto* fetched = std::get_if<PrefetchDone>(&at->second->state);
+    if (fetched == nullptr || fetched->host.cache() != &group.host_cache || fetched->host.depth() == 0) continue;
+    fetched->host = NodeRef(group.host_cache);
+    fetched->more = true;
   }
 }
 

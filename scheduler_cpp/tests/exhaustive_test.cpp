@@ -33,7 +33,7 @@ struct Fingerprint {
         put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
             run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest, run->host.depth(), run->unwritable,
             run->released, run->kv.first_seen(), run->kv.window_pages(), run->kv.known());
-      if (const auto* s = std::get_if<Submitted>(&request->state)) put(s->looked_up);
+      if (const auto* s = std::get_if<Submitted>(&request->state)) put(s->looked_up == scheduler.Epochs());
       if (const auto* s = std::get_if<Prefetching>(&request->state)) put(s->stored.first, s->stored.end);
       if (const auto* s = std::get_if<PrefetchDone>(&request->state))
         put(s->stored.first, s->stored.end, s->more, s->host.depth());
