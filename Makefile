@@ -75,8 +75,9 @@ test-matrix: install ## the whole product of layouts, pages, chunks, prefix, ove
 	TOKENSPEED_MATRIX=full $(BIN)/pytest tests/e2e/test_matrix.py -s
 
 .PHONY: test-interleavings
-test-interleavings: install ## 200 random orders of 50 sessions over device, host memory and storage, and 5 on the embedded model
+test-interleavings: install ## 200 random orders of 50 sessions over device, host memory and storage, also with windows, and 5 on the embedded model
 	$(BIN)/python -m tests.e2e.interleavings --seeds 200
+	$(BIN)/python -m tests.e2e.interleavings --seeds 200 --model windows
 	$(BIN)/python -m tests.e2e.interleavings --seeds 5 --model smollm2
 
 .PHONY: soak

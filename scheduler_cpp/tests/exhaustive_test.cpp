@@ -32,7 +32,8 @@ struct Fingerprint {
       if (const Run* run = RunOf(request->state))
         put(run->computed, run->planned, run->in_flight, run->pending, run->fresh, run->kv.pages(), run->kv.committed(),
             run->resumed, run->snapshot.held() ? run->snapshot_at : 0, run->latest, run->host.depth(), run->unwritable,
-            run->released, run->kv.first_seen(), run->kv.window_pages(), run->kv.known());
+            run->released, run->kv.first_seen(), run->kv.window_pages(),
+            scheduler.config_.windowed() ? run->kv.known() : 0);
       if (const auto* s = std::get_if<Submitted>(&request->state)) put(s->looked_up == scheduler.Epochs());
       if (const auto* s = std::get_if<Prefetching>(&request->state)) put(s->stored.first, s->stored.end);
       if (const auto* s = std::get_if<PrefetchDone>(&request->state))
@@ -366,6 +367,8 @@ INSTANTIATE_TEST_SUITE_P(DISABLED_Long, SmallScope,
                          ::testing::Values(Scope{"TwoGroupsOverlapped", 2, 2, 0, true},
                                            Scope{"HostChunked", 2, 1, 1, true, 0, 2, false, 16},
                                            Scope{"StorageOverlapped", 2, 1, 0, true, 0, 4, true, 14},
+                                           Scope{"WindowHost", 2, 1, 0, true, 0, 3, false, 14, 2, 2},
+                                           Scope{"WindowStorageLong", 1, 1, 0, true, 0, 4, true, 14, 3, 2},
                                            Scope{"StorageTwoGroups", 1, 2, 0, true, 0, 2, true, 12}),
                          NameOfScope);
 
