@@ -178,6 +178,12 @@ async def test_a_wrong_prompt_is_refused_and_nothing_is_submitted(llm: AsyncLLM,
     assert (await stats(llm))["submits"] == 0
 
 
+@pytest.mark.parametrize("wrong", [-1, scripted_core.VOCAB, True, 1 << 40, 5.0])
+async def test_a_wrong_id_is_found_in_a_long_prompt(llm: AsyncLLM, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="outside"):
+        await llm.submit([*[5] * 3000, wrong])
+
+
 async def test_b35_a_long_prompt_is_refused_and_the_next_is_served(llm: AsyncLLM) -> None:  # vllm#12600
     with pytest.raises(RequestError, match="holds 512 tokens, but the prompt has 1536") as caught:
         await llm.submit([5] * 1536)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BURST = 32  # tokens that are delivered before the loop may turn to something else
+NUMPY_IDS = 1024  # from so many ids on numpy finds the largest one faster
 THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
 
 
@@ -371,13 +372,16 @@ class AsyncLLM:
         raise UnavailableError("the engine is closed")
 
     def _check_prompt(self, ids: list[int], params: SamplingParams) -> bytes:
-        """The ids packed. Written without a Python loop: a prompt may have hundreds of thousands of them."""
+        """The ids packed. A prompt may have hundreds of thousands of them, which no Python loop looks at."""
         if not ids:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
         vocab = self.ready.vocab_size
         try:
             prompt = packed(ids)
-            outside = np.frombuffer(prompt, dtype=np.uint32).max() >= vocab  # a negative id is a large one so
+            if len(ids) < NUMPY_IDS:
+                outside = min(ids) < 0 or max(ids) >= vocab
+            else:
+                outside = bool(np.frombuffer(prompt, dtype=np.uint32).max() >= vocab)  # a negative id is a large one so
             outside |= (0 in ids or 1 in ids) and any(isinstance(token, bool) for token in ids)  # True is packed as 1
         except (TypeError, OverflowError):  # not all integers, or none that a token id could be
             outside = True

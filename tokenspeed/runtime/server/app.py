@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
+from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
@@ -10,7 +11,7 @@ from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import ServerConfig
 from tokenspeed.runtime.metrics import Metrics
 from tokenspeed.runtime.server import control, errors, page
-from tokenspeed.runtime.server.body import BodyRoute
+from tokenspeed.runtime.server.body import BodyRoute, Handler
 from tokenspeed.runtime.server.chat.answer import chat_completions
 from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.completions import completions
@@ -20,14 +21,18 @@ from tokenspeed.runtime.server.messages.request import CountRequest, MessagesReq
 from tokenspeed.runtime.server.protocol import CompletionRequest
 from tokenspeed.runtime.server.responses import routes as responses
 from tokenspeed.runtime.server.served import Served
+from tokenspeed.runtime.server.shortcut import Shortcut
 from tokenspeed.runtime.server.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from tokenspeed.runtime.server.whole import json_response
 
 
 def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
     """The ASGI app. The caller starts and closes `llm` and moves `life` along."""
-    app = FastAPI(title="TokenSpeed", strict_content_type=False)
+    nothing: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # it is looked for at each request
+    app = FastAPI(title="TokenSpeed", strict_content_type=False, telemetry=nothing)
     app.router.route_class = BodyRoute
+    handlers: dict[str, Handler] = {}
+    app.add_middleware(Shortcut, handlers=handlers)
     app.add_middleware(Gate, life=life, config=config)
     if origins := [origin.strip() for origin in config.allowed_origins.split(",") if origin.strip()]:
         app.add_middleware(
@@ -95,4 +100,7 @@ def create_app(llm: AsyncLLM, life: Life, config: ServerConfig, metrics: Metrics
         async def scrape() -> Response:
             return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    for route in app.routes:
+        if isinstance(route, BodyRoute) and route.handler is not None:
+            handlers[route.path] = route.handler
     return app

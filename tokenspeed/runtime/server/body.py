@@ -27,6 +27,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # after parsing every pair is one ch
 _NOT_JSON = object()  # stands for NaN and the infinities, which Python's parser takes
 
 
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
 class BodyError(HTTPException):
     """The body is no request at all."""
 
@@ -41,7 +44,9 @@ class BodyRoute(APIRoute):
     FastAPI describes it in the schema; its own way from the bytes to the call costs a third of a request's time.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    handler: Handler | None = None  # of a route that takes a body
+
+    def get_route_handler(self) -> Handler:
         given = self.dependant
         if not given.body_params:
             return super().get_route_handler()
@@ -61,6 +66,7 @@ class BodyRoute(APIRoute):
                 raise RequestValidationError(found) from None
             return await self.endpoint(**{name: body}, **({more: request} if more else {}))
 
+        self.handler = handle
         return handle
 
 

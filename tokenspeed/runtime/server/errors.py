@@ -124,30 +124,32 @@ def engine_error(path: str, fault: EngineError) -> Response:
     return error_response(path, status, fault.message, param=param, code=code, retry_after=fault.retry_after)
 
 
+def response_to(path: str, fault: EngineError | HTTPException | RequestValidationError) -> Response:
+    """What a request that raised this is answered."""
+    if isinstance(fault, EngineError):
+        return engine_error(path, fault)
+    if isinstance(fault, BodyError):
+        return error_response(path, 400, str(fault.detail), param=fault.param, code="invalid_body")
+    if isinstance(fault, HTTPException):
+        return error_response(path, fault.status_code, str(fault.detail))
+    first = fault.errors()[0]
+    # A location holds the arms of unions and the keys of what was sent too: only fields and positions are named.
+    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part in FIELDS)
+    if not where:
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return error_response(path, 400, message, code="invalid_body")
+    return error_response(path, 400, f"{where}: {first['msg']}", param=where)
+
+
 def install(app: FastAPI) -> None:
     """Answer every exception of the app in this form."""
 
-    @app.exception_handler(EngineError)
-    async def _(request: Request, fault: EngineError) -> Response:
-        return engine_error(request.url.path, fault)
+    async def told(request: Request, fault: Exception) -> Response:
+        assert isinstance(fault, EngineError | HTTPException | RequestValidationError)
+        return response_to(request.url.path, fault)
 
-    @app.exception_handler(RequestValidationError)
-    async def _(request: Request, fault: RequestValidationError) -> Response:
-        first, path = fault.errors()[0], request.url.path
-        # A location holds the arms of unions and the keys of what was sent too: only fields and positions are named.
-        where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or part in FIELDS)
-        if not where:
-            message = "the body must be a JSON object, sent with Content-Type: application/json"
-            return error_response(path, 400, message, code="invalid_body")
-        return error_response(path, 400, f"{where}: {first['msg']}", param=where)
-
-    @app.exception_handler(BodyError)
-    async def _(request: Request, fault: BodyError) -> Response:
-        return error_response(request.url.path, 400, str(fault.detail), param=fault.param, code="invalid_body")
-
-    @app.exception_handler(HTTPException)
-    async def _(request: Request, fault: HTTPException) -> Response:
-        return error_response(request.url.path, fault.status_code, str(fault.detail))
+    for kind in (EngineError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, told)
 
     @app.exception_handler(Exception)
     async def _(request: Request, fault: Exception) -> Response:
