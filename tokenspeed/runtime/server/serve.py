@@ -98,6 +98,7 @@ async def _live(
     await llm.open_lanes()
     gc.collect()
     gc.freeze()  # what was built stays: a collection between two answers need not look at it
+    gc.set_threshold(*gc.get_threshold()[:2], 100)  # a whole one, of tens of milliseconds, comes a tenth as often
     life.phase = "ready"
     on_ready(ready)
     await _first(llm.died, signals.first)
