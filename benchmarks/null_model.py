@@ -38,7 +38,7 @@ def null_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
             due = list(running)
         deltas = [_delta(request, running) for request in due if request in running]
         if deltas:
-            outbox.put(Deltas(deltas, Stats(running=len(running))))
+            outbox.put(Deltas.of(deltas, Stats(running=len(running))))
 
 
 def _delta(request: int, running: dict[int, list[int]]) -> TokenDelta:

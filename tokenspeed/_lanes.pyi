@@ -1,6 +1,6 @@
 """The plain tokens of a step to the sockets of their streams (tokenspeed/runtime/csrc/lanes.cpp)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenspeed.runtime.messages import TokenDelta
 
@@ -23,3 +23,8 @@ class Lanes:
     ) -> tuple[list[TokenDelta], dict[float, int], list[tuple[int, bytes]]]:
         """Write what can be written. (deltas that are the caller's, seconds between two tokens -> how often it was so,
         (request, bytes that its socket did not take) in order)."""
+
+    def step_plain(
+        self, pairs: bytes, now: float, make: Callable[[int, list[int]], TokenDelta]
+    ) -> tuple[list[TokenDelta], dict[float, int], list[tuple[int, bytes]]]:
+        """`step` of deltas of one token and no more: pairs of int64, request and token."""

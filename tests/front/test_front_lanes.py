@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -59,7 +60,9 @@ def chunk(event: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
-TOKENS = st.lists(st.lists(st.integers(0, SPECIAL - 1), min_size=1, max_size=4), min_size=1, max_size=6)
+TOKENS = st.sampled_from([1, 4]).flatmap(
+    lambda most: st.lists(st.lists(st.integers(0, SPECIAL - 1), min_size=1, max_size=most), min_size=1, max_size=6)
+)
 
 
 @given(TOKENS, st.one_of(st.none(), st.integers(0, 10**12)))
@@ -70,7 +73,11 @@ def test_a_lane_writes_what_the_frame_gives(steps: list[list[int]], number: int 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         lanes = opened(ours.fileno(), form, number)
-        rest, gaps, unsent = lanes.step([TokenDelta(1, tokens) for tokens in steps], 2.0)
+        if all(len(tokens) == 1 for tokens in steps):
+            pairs = array("q", [number for tokens in steps for number in (1, *tokens)])
+            rest, gaps, unsent = lanes.step_plain(pairs.tobytes(), 2.0, TokenDelta)
+        else:
+            rest, gaps, unsent = lanes.step([TokenDelta(1, tokens) for tokens in steps], 2.0)
         events = [
             form.fill("".join(WORDS[token] for token in tokens), None if number is None else number + at)
             for at, tokens in enumerate(steps)
@@ -117,6 +124,15 @@ def test_what_is_not_plain_is_handed_back_with_all_behind_it(
     assert ends[1].recv(1 << 20) == chunk(form.fill(" word")) and lanes.close(1) == ([3], 1, 1.0)
     with pytest.raises(ValueError, match="no lane"):
         lanes.close(1)
+
+
+def test_plain_pairs_of_no_lane_become_deltas(ends: tuple[socket.socket, socket.socket]) -> None:
+    form = Frame(named_event({"type": "x", "delta": Frame.HOLE}))
+    lanes = opened(ends[0].fileno(), form)
+    pairs = array("q", [2, 3, 1, 3, 1, SPECIAL, 1, 4]).tobytes()
+    rest, gaps, unsent = lanes.step_plain(pairs, 1.0, TokenDelta)
+    assert rest == [TokenDelta(2, [3]), TokenDelta(1, [SPECIAL]), TokenDelta(1, [4])]
+    assert (gaps, unsent) == ({1.0: 1}, []) and ends[1].recv(1 << 20) == chunk(form.fill(" word"))
 
 
 def test_a_socket_without_room_gives_the_rest_back_in_order(ends: tuple[socket.socket, socket.socket]) -> None:

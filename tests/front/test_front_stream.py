@@ -13,7 +13,7 @@ import scripted_core
 from serving import AppServer
 from wires import CHAT, MESSAGES, RESPONSES, request
 
-from tokenspeed.runtime import async_llm
+from tokenspeed.runtime import flight
 from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.messages import Control, Deltas, Ready, Stats, TokenDelta
@@ -31,8 +31,9 @@ def silent_core(config: EngineConfig, inbox: Inbox, outbox: Outbox) -> None:
         pass
 
 
-async def test_a_first_token_overtakes_those_of_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_llm, "BURST", 2)
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_first_token_overtakes_those_of_a_long_step(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    monkeypatch.setattr(flight, "BURST", 2)
     llm = AsyncLLM(EngineConfig("smollm2", core="inproc"), target=silent_core)
     await llm.start()
     client = llm._client
@@ -49,13 +50,37 @@ async def test_a_first_token_overtakes_those_of_a_long_step(monkeypatch: pytest.
         stream.listen(told)
 
     def step(*ids: int) -> Deltas:
-        return Deltas([TokenDelta(request_id, [5]) for request_id in ids], Stats())
+        deltas = [TokenDelta(request_id, [5]) for request_id in ids]
+        return Deltas.of(deltas, Stats()) if packed else Deltas(deltas, Stats())
 
     for done in (6, 13):
         client._mailbox.deliver(step(1, 2, 3, 4, 5, 6))
         while len(order) < done:
             await asyncio.sleep(0)
     assert order == [0, 1, 2, 3, 4, 5, 0, 1, 6, 2, 3, 4, 5]
+    await llm.close()
+
+
+@pytest.mark.parametrize("burst", [1, 3, 100])
+async def test_the_tokens_of_a_choice_keep_their_order(monkeypatch: pytest.MonkeyPatch, burst: int) -> None:
+    """Whatever the form of the steps is that wait to be delivered: the last one goes last."""
+    monkeypatch.setattr(flight, "BURST", burst)
+    llm = AsyncLLM(EngineConfig("smollm2", core="inproc"), target=silent_core)
+    await llm.start()
+    client = llm._client
+    assert isinstance(client, InprocClient)
+    streams = [await llm.submit([5]) for _ in range(4)]
+    told: list[list[int]] = [[] for _ in streams]
+    for stream, ids in zip(streams, told, strict=True):
+        stream.listen(lambda delta, ids=ids: ids.extend(delta.token_ids))
+    for step in range(1, 7):
+        deltas = [TokenDelta(at, [step], "length" if step == 6 else None) for at in range(1, 5)]
+        for delta in deltas[:step]:
+            delta.cached_tokens = 16  # which is not plain
+        client._mailbox.deliver(Deltas.of(deltas, Stats()))
+    while llm.in_flight:
+        await asyncio.sleep(0)
+    assert told == [[1, 2, 3, 4, 5, 6]] * 4
     await llm.close()
 
 

@@ -214,6 +214,7 @@ TO_FRONT: list[ToFront] = [
     Deltas(
         [TokenDelta(1, [2], "stop", 2, [TokenLogprob(2, -0.5, [2, 3], [-0.5, -1.0])], 16, "why", 5, 3)], Stats(1, 2)
     ),
+    Deltas.of([TokenDelta(2**40, [5]), TokenDelta(7, [1, 2])], Stats()),
     Deltas([], Stats(host={"total": 3}, transfers={"backup": {"pages": 2}}, storage={"hits": 1}, page_bytes=4)),
     Reply(1, {"a": 1.5}, "no"),
     Ready(1, 2, 3, 4, {"ranks": 2}),

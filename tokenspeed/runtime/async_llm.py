@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +21,19 @@ import numpy as np
 
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import EngineError, QueueFullError, RequestError, UnavailableError
-from tokenspeed.runtime.lanes import Lane, token_texts
+from tokenspeed.runtime.flight import Flight, Live
+from tokenspeed.runtime.lanes import token_texts
 from tokenspeed.runtime.messages import (
-    Abort,
     Control,
     CoreParams,
     Deltas,
     Died,
-    Finish,
     FinishReason,
     Ready,
     Reply,
     Stats,
     Submit,
-    TokenDelta,
+    ToCore,
     packed,
 )
 from tokenspeed.runtime.request_stream import Choice, RequestStream
@@ -46,7 +43,6 @@ from tokenspeed.runtime.transport import CoreClient, CoreEntry, InprocClient
 from tokenspeed.runtime.weights_socket import WeightsSocket
 
 if TYPE_CHECKING:
-    from tokenspeed._lanes import Lanes
     from tokenspeed.runtime.chat_template import ChatTemplate
     from tokenspeed.runtime.grammar import Structure
     from tokenspeed.runtime.grammar.front import StructureCheck
@@ -54,22 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BURST = 32  # tokens that are delivered before the loop may turn to something else
 NUMPY_IDS = 1024  # from so many ids on numpy finds the largest one faster
 THREAD_CHARS = 4096  # a prompt of more characters is tokenized in a thread; below, the hand-over costs more
-
-
-@dataclasses.dataclass(slots=True)
-class _Live:
-    """One choice that the core is working on."""
-
-    stream: RequestStream
-    choice: Choice
-    prompt_tokens: int
-    submitted: float  # time.monotonic(), seconds
-    last_token: float = 0.0  # same clock; 0: none yet. With a lane it stands there
-    lane: Lane | None = None
-    timers: list[asyncio.TimerHandle] = dataclasses.field(default_factory=list)
 
 
 def make_client(config: EngineConfig, target: CoreEntry | None = None) -> CoreClient:
@@ -105,14 +87,11 @@ class AsyncLLM:
         self._client: CoreClient | None = None
         self._ready: Ready | None = None
         self._pump_task: asyncio.Task[None] | None = None
-        self._live: dict[int, _Live] = {}
-        self._lanes: Lanes | None = None
-        self._fresh: set[int] = set()  # those of them without a first token
-        self._waiting_tokens = 0  # prompt tokens of choices without a first token
         self._ids = itertools.count(1)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._room = asyncio.Event()
+        self._flight = Flight(metrics, self._tell, self._room)
         self._writer = asyncio.Lock()  # of one that replaces the weights
         self._weights: WeightsSocket | None = None
         self._open = asyncio.Event()  # requests are taken
@@ -153,7 +132,7 @@ class AsyncLLM:
         if self.tokenizer is not None:
             from tokenspeed._lanes import Lanes
 
-            self._lanes = Lanes(await asyncio.to_thread(token_texts, self.tokenizer))
+            self._flight.lanes = Lanes(await asyncio.to_thread(token_texts, self.tokenizer))
 
     async def close(self, *, force: bool = False) -> None:
         """Abort what runs, shut the core down (`force`: without waiting for it). Idempotent."""
@@ -186,7 +165,7 @@ class AsyncLLM:
     @property
     def in_flight(self) -> int:
         """Choices that the core is working on or has queued."""
-        return len(self._live)
+        return len(self._flight.live)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -255,17 +234,14 @@ class AsyncLLM:
         """One prompt's choices to the core; `prompt` is `ids` packed."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         choices = [Choice(index, params, self.tokenizer, kept) for index in range(params.n)]
-        stream = RequestStream(ids, choices, self)
+        stream = RequestStream(ids, choices, self._flight)
         for choice in choices:
             if core_params.max_tokens == 0:
                 stream.put(choice.end("length"))
                 continue
             request_id = next(self._ids)
             stream.request_ids.append(request_id)
-            self._live[request_id] = live = _Live(stream, choice, len(ids), time.monotonic())
-            self._fresh.add(request_id)
-            self._limit(request_id, live, params.timeout)
-            self._waiting_tokens += len(ids)
+            self._limit(request_id, self._flight.add(request_id, stream, choice), params.timeout)
             choice_params = copy.copy(core_params)
             choice_params.seed = (seed + choice.index) & SEED_MASK
             client.send(Submit(request_id, prompt, choice_params, priority, cache_salt))
@@ -273,7 +249,7 @@ class AsyncLLM:
             self._metrics.accepted(len(ids), core_params.max_tokens)
         return stream
 
-    def _limit(self, request_id: int, live: _Live, timeout: float | None) -> None:
+    def _limit(self, request_id: int, live: Live, timeout: float | None) -> None:
         """Starts the clocks of a request."""
         loop = asyncio.get_running_loop()
         limits = [limit for limit in (timeout, self.config.request_timeout) if limit]
@@ -283,12 +259,12 @@ class AsyncLLM:
             live.timers.append(loop.call_later(self.config.queue_timeout, self._waited, request_id))
 
     def _expire(self, request_id: int) -> None:
-        self._end(request_id, "abort", stop_reason="timeout")
+        self._flight.end(request_id, "abort", stop_reason="timeout")
 
     def _waited(self, request_id: int) -> None:
-        if not self._live[request_id].last_token:
+        if not self._flight.live[request_id].last_token:
             error = f"the request waited {self.config.queue_timeout:g} s for its turn: try again later"
-            self._end(request_id, "error", error, waited=True)
+            self._flight.end(request_id, "error", error, waited=True)
 
     async def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """The prompt's token ids (int list); a long text is tokenized in a thread. Raises RequestError."""
@@ -336,7 +312,7 @@ class AsyncLLM:
                 if abort:
                     self.abort_all()
                 deadline = time.monotonic() + patience
-                while self._live:
+                while self._flight.live:
                     self._room.clear()
                     if (left := deadline - time.monotonic()) <= 0:
                         raise UnavailableError(
@@ -360,8 +336,8 @@ class AsyncLLM:
 
     def abort_all(self, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End every request in flight, each with its terminal delta."""
-        for request_id in list(self._live):
-            self._end(request_id, reason, error)
+        for request_id in list(self._flight.live):
+            self._flight.end(request_id, reason, error)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -411,10 +387,10 @@ class AsyncLLM:
 
     def _has_room(self, choices: int, prompt_tokens: int) -> bool:
         """An idle engine takes any request that `_check_choices` lets pass, so none is refused for ever."""
-        if self._live and self._capacity and len(self._live) + choices > self._capacity:
+        if self._flight.live and self._capacity and len(self._flight.live) + choices > self._capacity:
             return False
         bound = self.config.max_queued_tokens
-        return not (self._waiting_tokens and bound and self._waiting_tokens + prompt_tokens > bound)
+        return not (self._flight.waiting_tokens and bound and self._flight.waiting_tokens + prompt_tokens > bound)
 
     async def _unlocked(self) -> None:
         """Wait while the weights are replaced, as many as may queue."""
@@ -434,136 +410,28 @@ class AsyncLLM:
     async def _pump(self, client: CoreClient) -> None:
         """Deliver what the core says until it says that it died.
 
-        A step's tokens go out a few at a time, and others get the loop in between: a new request need not wait until a
-        step of many is out. Its own first token overtakes theirs.
+        Others get the loop in between: a new request need not wait until a step of many is out.
         """
-        first, later = deque[TokenDelta](), deque[TokenDelta]()
+        flight = self._flight
         while True:
-            message = client.poll() if first or later else await client.recv()
+            message = client.poll() if flight.pending else await client.recv()
             if isinstance(message, Deltas):
-                if self._fresh:
-                    for delta in message.deltas:
-                        (first if delta.request_id in self._fresh else later).append(delta)
-                else:
-                    later += message.deltas
+                flight.take(message)
                 if self._metrics is not None:
                     self._metrics.step(self.stats, message.stats)
                 self.stats = message.stats
-            now, whole = time.monotonic(), not isinstance(message, Deltas | None)
-            while batch := first or later:
-                group = [batch.popleft() for _ in range(min(BURST, len(batch)))]
-                for delta in group if self._lanes is None else self._written(self._lanes, group, now):
-                    self._deliver(delta, now)
-                if not whole:
-                    break
+            flight.pour(whole=isinstance(message, Reply | Died))
             if isinstance(message, Reply):
                 self._reply(message)
             elif isinstance(message, Died):
                 self._on_death(message.reason)
                 return
-            if first or later:
+            if flight.pending:
                 await asyncio.sleep(0)
 
-    def _written(self, lanes: Lanes, deltas: list[TokenDelta], now: float) -> list[TokenDelta]:
-        """Writes what has a lane; what is left to deliver."""
-        rest, gaps, unsent = lanes.step(deltas, now)
-        if self._metrics is not None:
-            self._metrics.gaps(gaps)
-        for request_id, data in unsent:
-            if (lane := self._live[request_id].lane) is not None:
-                lane.unsent(data)
-        for request_id, _ in unsent:
-            self._settle(request_id)
-        return rest
-
-    def _settle(self, request_id: int) -> None:
-        live = self._live[request_id]
-        if live.lane is None:
-            return
-        assert self._lanes is not None
-        live.lane = None
-        tokens, events, live.last_token = self._lanes.close(request_id)
-        if tokens:
-            live.stream.put(live.choice.passed(tokens, events))
-
-    def _deliver(self, delta: TokenDelta, now: float) -> None:
-        live = self._live.get(delta.request_id)
-        if live is None:
-            return  # the front has ended it already
-        if live.lane is not None:
-            self._settle(delta.request_id)
-        tokens = len(delta.token_ids)
-        if live.last_token:
-            if self._metrics is not None and tokens:
-                self._metrics.tokens(tokens, now - live.last_token)
-        else:
-            self._begun(live, delta, now)
-        live.last_token = now
-        choice = live.choice
-        out = choice.accept(delta)
-        if choice.finished:
-            if delta.finish_reason is None:  # a stop string, which the core knows nothing of
-                assert self._client is not None
-                self._client.send(Finish(delta.request_id))
-            self._retire(delta.request_id, out.finish_reason if out else None)
-        if out is not None:
-            live.stream.put(out)
-
-    def _begun(self, live: _Live, delta: TokenDelta, now: float) -> None:
-        """The first delta of a choice."""
-        self._fresh.discard(delta.request_id)
-        self._waiting_tokens -= live.prompt_tokens
-        if not live.choice.index:
-            live.stream.cached = (delta.cached_tokens, delta.cached_host, delta.cached_storage)
-        if self._metrics is not None and delta.token_ids:
-            self._metrics.tokens(len(delta.token_ids), now - live.submitted, first=True)
-
-    def _end(self, request_id: int, reason: FinishReason, error: str | None = None, **why: Any) -> None:
-        """The front ends a request: terminal delta to its stream, abort to the core."""
-        live = self._live[request_id]
-        self._settle(request_id)
-        self._retire(request_id, reason)
+    def _tell(self, message: ToCore) -> None:
         if self._client is not None and not self.died.is_set():
-            self._client.send(Abort(request_id))
-        live.stream.put(live.choice.end(reason, error, **why))
-
-    def _retire(self, request_id: int, reason: FinishReason | None) -> None:
-        live = self._live.pop(request_id)
-        self._fresh.discard(request_id)
-        for timer in live.timers:
-            timer.cancel()
-        if not live.last_token:
-            self._waiting_tokens -= live.prompt_tokens
-        self._room.set()
-        if self._metrics is not None:
-            self._metrics.finished(reason or "abort", live.choice.num_tokens, time.monotonic() - live.submitted)
-
-    # ---- what streams ask for --------------------------------------------------------------------------------------
-
-    def end_stream(self, stream: RequestStream) -> None:
-        for request_id in stream.request_ids:
-            if request_id in self._live:
-                self._end(request_id, "abort")
-
-    @property
-    def forwards(self) -> bool:
-        return self._lanes is not None
-
-    def forward(self, stream: RequestStream, lane: Lane) -> None:
-        (request_id,) = stream.request_ids
-        live = self._live.get(request_id)
-        if self._lanes is None or live is None or live.lane is not None or live.choice.holds:
-            return
-        live.lane = lane
-        form = {"head": lane.head, "middle": lane.middle, "end": lane.end}
-        self._lanes.open(request_id, fd=lane.fd, **form, number=lane.number, last=live.last_token)
-
-    def settle(self, stream: RequestStream) -> None:
-        for request_id in stream.request_ids:
-            if request_id in self._live:
-                self._settle(request_id)
-
-    # ---- calls and the end -----------------------------------------------------------------------------------------
+            self._client.send(message)
 
     def _reply(self, message: Reply) -> None:
         future = self._calls.pop(message.call_id, None)

@@ -364,7 +364,7 @@ class EngineLoop:
                 kind: {what: s[f"{kind}_{what}"] for what in ("in_flight", "pages", "missing_pages")} for kind in KINDS
             }
             stats.storage = self._storage()
-        self.outbox.put(Deltas(deltas, stats))
+        self.outbox.put(Deltas.of(deltas, stats))
 
     def _storage(self) -> dict[str, int]:
         return {} if self.ranks.tiers is None else self.ranks.tiers.totals()

@@ -138,8 +138,26 @@ class Stats:
 
 @dataclass(slots=True)
 class Deltas:
+    """What a step brought: at most one delta a request, the usual ones (`plain`) in a form that costs nothing to decode."""
+
     deltas: list[TokenDelta]
     stats: Stats
+    plain: bytes = (
+        b""  # further deltas of one token and no more: pairs of request id and token, int64 in the machine's order
+    )
+
+    @classmethod
+    def of(cls, deltas: Sequence[TokenDelta], stats: Stats) -> Deltas:
+        """With what is plain among them as `plain`."""
+        rest: list[TokenDelta] = []
+        plain = array("q")
+        for d in deltas:
+            if d.finish_reason is None and d.logprobs is None and len(d.token_ids) == 1 and not d.cached_tokens:
+                plain.append(d.request_id)
+                plain.append(d.token_ids[0])
+            else:
+                rest.append(d)
+        return cls(rest, stats, plain.tobytes())
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -62,8 +63,8 @@ class Lanes {
     }
   }
 
-  void Open(std::int64_t request, int fd, std::string head, std::string middle, std::string end,
-            std::optional<std::int64_t> number, double last) {
+  void OpenLane(std::int64_t request, int fd, std::string head, std::string middle, std::string end,
+                std::optional<std::int64_t> number, double last) {
     const Lane lane{fd, std::move(head), std::move(middle), std::move(end), number, last, {}};
     if (!lanes_.try_emplace(request, lane).second) throw std::invalid_argument("the request has a lane already");
   }
@@ -79,12 +80,44 @@ class Lanes {
   // Writes what it can of some deltas that came `now`. (deltas that are the caller's, seconds between tokens -> how
   // often, (request, bytes that its socket did not take)).
   py::tuple Step(const py::list& deltas, double now) {
+    Begin();
     py::list rest;
+    for (const py::handle delta : deltas)
+      if (!Take(delta, now)) rest.append(delta);
+    return Finish(rest);
+  }
+
+  // The same of plain deltas, pairs of int64 (request, token); `make` makes a delta of those that are the caller's.
+  py::tuple StepPlain(const py::bytes& pairs, double now, const py::function& make) {
+    Begin();
+    py::list rest;
+    const std::string_view view = pairs;
+    for (std::size_t at = 0; at + 2 * sizeof(std::int64_t) <= view.size(); at += 2 * sizeof(std::int64_t)) {
+      std::int64_t request = 0, token = 0;
+      std::memcpy(&request, view.data() + at, sizeof request);
+      std::memcpy(&token, view.data() + at + sizeof request, sizeof token);
+      tokens_.assign(1, token);
+      const auto found = lanes_.find(request);
+      if (found != lanes_.end() && Open(found->second, true)) {
+        Add(request, found->second, now);
+        continue;
+      }
+      py::list ids;
+      ids.append(token);
+      rest.append(make(request, ids));
+    }
+    return Finish(rest);
+  }
+
+ private:
+  void Begin() {
     step_.clear();
     chunks_.clear();
     gaps_.clear();
-    for (const py::handle delta : deltas)
-      if (!Take(delta, now)) rest.append(delta);
+  }
+
+  // Sends what was added; the result of a step.
+  py::tuple Finish(const py::list& rest) {
     {
       const py::gil_scoped_release release;
       for (Chunk& chunk : chunks_) {
@@ -105,38 +138,37 @@ class Lanes {
     return py::make_tuple(rest, gaps, unsent);
   }
 
- private:
   // Whether a delta is plain and its lane open: then its event is among the writes.
   bool Take(py::handle delta, double now) {
     const auto request = py::getattr(delta, request_id_).cast<std::int64_t>();
     const auto found = lanes_.find(request);
     if (found == lanes_.end()) return false;
-    Lane& lane = found->second;
-    const py::list tokens = py::getattr(delta, token_ids_);
-    if (lane.held || lane.full || tokens.empty() || !py::getattr(delta, finish_reason_).is_none() ||
-        !py::getattr(delta, logprobs_).is_none() || !Plain(tokens)) {
-      lane.held = true;
-      return false;
-    }
-    Add(request, lane, tokens, now);
+    const bool bare = py::getattr(delta, finish_reason_).is_none() && py::getattr(delta, logprobs_).is_none();
+    tokens_.clear();
+    for (const py::handle token : py::list(py::getattr(delta, token_ids_)))
+      tokens_.push_back(token.cast<std::int64_t>());
+    if (!Open(found->second, bare)) return false;
+    Add(request, found->second, now);
     return true;
   }
 
-  bool Plain(const py::list& tokens) const {
-    return std::all_of(tokens.begin(), tokens.end(), [this](py::handle token) {
-      const auto id = token.cast<std::int64_t>();
+  // Whether a lane takes tokens_, which come `bare`; once it does not, it takes nothing more.
+  bool Open(Lane& lane, bool bare) const {
+    const auto plain = [this](std::int64_t id) {
       return id >= 0 && id < static_cast<std::int64_t>(texts_.size()) &&
              texts_[static_cast<std::size_t>(id)].second > 0;
-    });
+    };
+    lane.held |= !bare || tokens_.empty() || !std::all_of(tokens_.begin(), tokens_.end(), plain);
+    return !lane.held && !lane.full;
   }
 
-  void Add(std::int64_t request, Lane& lane, const py::list& tokens, double now) {
+  // The event of tokens_.
+  void Add(std::int64_t request, Lane& lane, double now) {
     event_ = lane.head;
     event_ += '"';
-    for (const py::handle token : tokens) {
-      const auto id = token.cast<std::size_t>();
-      event_.append(bytes_, texts_[id].first, texts_[id].second);
-      lane.tokens.push_back(static_cast<std::int64_t>(id));
+    for (const std::int64_t token : tokens_) {
+      const auto& [at, size] = texts_[static_cast<std::size_t>(token)];
+      event_.append(bytes_, at, size);
     }
     event_ += '"';
     event_ += lane.middle;
@@ -148,8 +180,9 @@ class Lanes {
     step_ += event_;
     step_ += "\r\n";
     chunks_.push_back({request, &lane, begin, step_.size() - begin});
+    lane.tokens.insert(lane.tokens.end(), tokens_.begin(), tokens_.end());
     ++lane.events;
-    const auto count = static_cast<std::int64_t>(tokens.size());
+    const auto count = static_cast<std::int64_t>(tokens_.size());
     gaps_[(now - lane.last) / static_cast<double>(count)] += count;
     lane.last = now;
   }
@@ -161,6 +194,7 @@ class Lanes {
       texts_;  // of each token: where its text is in bytes_, and its length
   std::unordered_map<std::int64_t, Lane> lanes_;
   std::string step_, event_;
+  std::vector<std::int64_t> tokens_;  // of the delta that is looked at
   std::vector<Chunk> chunks_;
   std::unordered_map<double, std::int64_t> gaps_;
 };
@@ -170,8 +204,9 @@ class Lanes {
 PYBIND11_MODULE(_lanes, m) {
   py::class_<Lanes>(m, "Lanes")
       .def(py::init<const std::vector<std::optional<std::string>>&>(), py::arg("texts"))
-      .def("open", &Lanes::Open, py::arg("request"), py::kw_only(), py::arg("fd"), py::arg("head"), py::arg("middle"),
-           py::arg("end"), py::arg("number"), py::arg("last"))
+      .def("open", &Lanes::OpenLane, py::arg("request"), py::kw_only(), py::arg("fd"), py::arg("head"),
+           py::arg("middle"), py::arg("end"), py::arg("number"), py::arg("last"))
       .def("close", &Lanes::Close, py::arg("request"))
-      .def("step", &Lanes::Step, py::arg("deltas"), py::arg("now"));
+      .def("step", &Lanes::Step, py::arg("deltas"), py::arg("now"))
+      .def("step_plain", &Lanes::StepPlain, py::arg("pairs"), py::arg("now"), py::arg("make"));
 }
