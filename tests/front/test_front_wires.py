@@ -308,10 +308,16 @@ def test_b66_a_client_that_leaves_is_noticed(player: AppServer, wire: str, strea
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_the_server_ends_is_told_in_the_wire_s_own_form(player: AppServer, wire: str, stream: bool) -> None:
     scripted_core.PLAYS.append([scripted_core.SLOW] * 3000)
-    timer = threading.Timer(0.15, lambda: player.loop.call_soon_threadsafe(player.llm.abort_all))
-    timer.start()
+
+    def end() -> None:
+        while not player.core_stats()["running"]:
+            time.sleep(0.01)
+        player.loop.call_soon_threadsafe(player.llm.abort_all)
+
+    ender = threading.Thread(target=end)
+    ender.start()
     response = player.post(wire, request(wire, stream=stream, max_tokens=2500))
-    timer.join()
+    ender.join()
     if wire == CHAT:
         ends = [choice["finish_reason"] for event in events(response) for choice in event["choices"]] if stream else [
             response.json()["choices"][0]["finish_reason"]
