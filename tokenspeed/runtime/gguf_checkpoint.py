@@ -93,6 +93,12 @@ class GgufCheckpoint:
                     f"{self.path}: tensor {name!r} is none that architecture {self.arch!r} is known to have"
                 )
             t = _Tensor(_TYPES[kind], tuple(reversed(dims)), start + offset)
+            block = FORMATS[t.format].block
+            if not dims or 0 in dims or dims[0] % block:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} of type {t.format} has dimensions {list(dims)}; they must be above 0, the "
+                    f"first a multiple of {block}: fetch the file again"
+                )
             end = t.start + t.row_bytes * math.prod(t.shape[:-1] if len(t.shape) > 1 else t.shape)
             if end > len(self._map):
                 raise CheckpointError(
@@ -179,7 +185,7 @@ class GgufCheckpoint:
 def _hf_name(name: str) -> str | None:
     stem, _, suffix = name.rpartition(".")
     if stem.startswith("blk."):
-        _, layer, part = stem.split(".", 2)
+        layer, _, part = stem.removeprefix("blk.").partition(".")
         return f"model.layers.{layer}.{_LAYER[part]}.{suffix}" if part in _LAYER else None
     return f"{_TOP[stem]}.{suffix}" if stem in _TOP else None
 
