@@ -1,184 +1,53 @@
 // Paged attention, decode and prefill in one kernel. Invariant: a query's result depends on its own row's keys and
-// values and its position alone: positions are taken in blocks of 32 with an online softmax, 4 blocks make a split
+// values and its position alone: positions are taken in blocks of 32 with an online softmax, blocks make splits of 256
 // whose partial result starts afresh, and splits are merged in order. So a token computed in a prefill chunk, in a
 // decode batch, or with a context cut over threads has the same bits.
 //
 // Work items are (query tile, KV heads, range of splits). A query tile is up to kTileTokens consecutive tokens of one
-// request times the query heads of a KV head (GQA packing), so K and V are read once for all of them. K blocks are
-// transposed into [d][32] and, for many queries, V blocks widened to float32, once a tile. A cache row holds all heads
-// side by side, so a decode item takes all heads block by block and reads memory in whole rows.
+// request times the query heads of a KV head (GQA packing), so K and V are read once for all of them. A cache row holds
+// all heads side by side, so a decode item takes all heads block by block and reads memory in whole rows.
 //
 // Under a window a tile starts at the block of its first visible position; blocks and splits keep their places, and one
 // that a query does not see leaves the query's state as it was, so bits do not depend on the tile either.
+//
+// Scores are kept in base 2: times the scale and log2 e.
 #pragma once
-#include "rowwise.h"
+#include "attend_floats.h"
+#include "attend_pairs.h"
 
-static constexpr int64_t kBlockKv = 32;     // positions a softmax step
-static constexpr int64_t kSplit = 128;      // positions a partial result
-static constexpr int64_t kItemSplits = 8;   // splits an item takes, at most
+static constexpr int64_t kSplit = 256;      // positions a partial result
+static constexpr int64_t kItemSplits = 4;   // splits an item takes, at most
 static constexpr int64_t kTileTokens = 16;  // consecutive tokens of a request that share K/V reads
-
-struct QueryTile {
-  int64_t first, count;  // tokens
-  int64_t row;           // request row of the block table; -1: a hole
-  int64_t first_pos;     // smallest position among the tokens
-  int64_t last_pos;      // largest position among the tokens
-};
-
-// First position that a token at `pos` sees.
-static inline int64_t first_seen(const AttendArgs& a, int64_t pos) {
-  return a.window > 0 ? most(0, pos + 1 - a.window) : 0;
-}
+static constexpr float kLog2E = 1.44269504088896341f;
 
 // Scratch of one work item: `rows` = heads * tokens * group, KV head outermost; d padded to vectors.
 struct AttendScratch {
-  float* q;       // [rows][dp], scaled
+  float* q;       // [rows][dp], as the products want it
   float* acc;     // [rows][dp]: the current split
+  float* sums;    // [rows][16]: its running denominator, lane by lane
   float* top;     // [rows]: its running maximum
-  float* sum;     // [rows]: its running denominator
-  float* keys;    // [dp][32] of one head, as are those below
-  float* values;  // [32][dp]
-  float* zeros;   // [dp]
-  float* scores;  // [queries][32]
+  float* sum;     // [rows]: its denominator, at its end
+  float* keys;    // [heads][dp][kBlockKv], as the products want them
+  float* values;  // [heads][kBlockKv][dp]
+  float* zeros;   // [heads][dp]
+  float* scores;  // [queries][kBlockKv] of one head, as are those below
   float* keep;    // [queries]: the factor of what was accumulated before this block
+  float* base;    // [queries]: what is taken off the scores
 
-  // The same with the first four starting at row `row`.
-  AttendScratch from_row(int64_t row, int64_t dp) const {
+  // The same with what is of all heads starting at head `head`, of `queries` queries.
+  AttendScratch at_head(int64_t head, int64_t queries, int64_t dp) const {
     AttendScratch s = *this;
+    const int64_t row = head * queries;
     s.q += row * dp;
     s.acc += row * dp;
+    s.sums += row * 16;
     s.top += row;
     s.sum += row;
+    s.keys += head * kBlockKv * dp;
+    s.values += head * kBlockKv * dp;
     return s;
   }
 };
-
-// Addresses of the keys and values of one block. A position past the context or on a page that was never assigned gets
-// a row of zeros, so that such a cache row is never read, whatever it holds.
-template <class C>
-struct BlockRows {
-  const C* keys[kBlockKv];
-  const C* values[kBlockKv];
-  int64_t count;  // positions within the context
-
-  inline void find(const AttendArgs& a, int64_t row, int64_t head, int64_t first, int64_t positions, const C* zeros) {
-    const int32_t* table = a.table + row * a.ldt;
-    const C* const keycache = static_cast<const C*>(a.kcache) + head * a.ch;
-    const C* const valuecache = static_cast<const C*>(a.vcache) + head * a.ch;
-    count = positions;
-    for (int64_t p = 0; p < kBlockKv; ++p) keys[p] = values[p] = zeros;
-    for (int64_t p = 0, page = first / a.page, within = first % a.page; p < positions; ++page, within = 0) {
-      const int64_t slot = static_cast<int64_t>(table[page]) * a.page;
-      for (; within < a.page && p < positions; ++within, ++p) {
-        if (table[page] < 0) continue;
-        keys[p] = keycache + (slot + within) * a.cs;
-        values[p] = valuecache + (slot + within) * a.cs;
-      }
-    }
-  }
-
-  // Asks for `bytes` of the rows of positions [from, to) of the block, into the second-level cache.
-  inline void fetch(int64_t from, int64_t to, int64_t bytes) const {
-    for (int64_t p = from; p < least(to, count); ++p) {
-      for (int64_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(keys[p]) + i, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(values[p]) + i, 0, 2);
-      }
-    }
-  }
-};
-
-// Rows of the next block to ask for while this one is worked on: pages are scattered, which the hardware's prefetchers
-// cannot follow.
-template <class C>
-struct Ahead {
-  const BlockRows<C>& block;
-  int64_t from, to;  // positions
-  int64_t bytes;     // of each row
-};
-
-// The block's keys transposed to [dp][32]; the rows ahead are asked for between the transpositions.
-template <class C>
-static inline void load_keys(const BlockRows<C>& now, const Ahead<C>& ahead, int64_t d, int64_t dp, float* keys) {
-  const int64_t steps = 2 * dp / 16, wanted = ahead.to - ahead.from;
-  for (int64_t step = 0; step < steps; ++step) {
-    const int64_t half = step & 1 ? 16 : 0, i = step / 2 * 16;
-    F r[16];
-    if (i + 16 <= d) {
-      TS_UNROLL(16)
-      for (int64_t p = 0; p < 16; ++p) r[p] = load_as(now.keys[half + p] + i);
-    } else {
-      for (int64_t p = 0; p < 16; ++p) r[p] = load_as_n(now.keys[half + p] + i, static_cast<int>(d - i));
-    }
-    transpose16(r);
-    TS_UNROLL(16)
-    for (int64_t j = 0; j < 16; ++j) store(keys + (i + j) * kBlockKv + half, r[j]);
-    ahead.block.fetch(ahead.from + wanted * step / steps, ahead.from + wanted * (step + 1) / steps, ahead.bytes);
-  }
-}
-
-// The block's values widened to float32 rows of dp.
-template <class C>
-static inline void load_values(const BlockRows<C>& now, int64_t d, int64_t dp, float* values, const float** rows) {
-  for (int64_t p = 0; p < now.count; ++p) {
-    rows[p] = values + p * dp;
-    each_vector(d, [&](int64_t i, int lanes) { store(values + p * dp + i, load_upto(now.values[p] + i, lanes)); });
-  }
-}
-
-// scores[query][32] = q . keys for kQueries queries.
-template <int kQueries>
-static inline void score_rows(const float* q, int64_t dp, int64_t d, const float* keys, float* scores) {
-  F acc[kQueries][2];
-  for (int r = 0; r < kQueries; ++r) acc[r][0] = acc[r][1] = zero();
-  for (int64_t i = 0; i < d; ++i) {
-    const F k0 = load(keys + i * kBlockKv), k1 = load(keys + i * kBlockKv + 16);
-    TS_UNROLL(8)
-    for (int r = 0; r < kQueries; ++r) {
-      const F v = set1(q[r * dp + i]);
-      acc[r][0] = fma(k0, v, acc[r][0]);
-      acc[r][1] = fma(k1, v, acc[r][1]);
-    }
-  }
-  for (int r = 0; r < kQueries; ++r) {
-    store(scores + r * kBlockKv, acc[r][0]);
-    store(scores + r * kBlockKv + 16, acc[r][1]);
-  }
-}
-
-// out[query][16 kVectors] = out * keep[query] + weights[query] . values, for kQueries queries, from dimension `i` on.
-template <int kQueries, int kVectors, class V>
-static inline void accumulate_rows(const float* weights, const V* const* values, int64_t i, int lanes, int64_t dp,
-                                   int64_t count, const float* keep, float* out) {
-  F acc[kQueries][kVectors];
-  for (int r = 0; r < kQueries; ++r) {
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = mul(load(out + r * dp + i + 16 * v), set1(keep[r]));
-  }
-  for (int64_t p = 0; p < count; ++p) {
-    F x[kVectors];
-    for (int v = 0; v < kVectors; ++v)
-      x[v] = kVectors == 1 ? load_upto(values[p] + i, lanes) : load_as(values[p] + i + 16 * v);
-    TS_UNROLL(4)
-    for (int r = 0; r < kQueries; ++r) {
-      const F w = set1(weights[r * kBlockKv + p]);
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
-    }
-  }
-  for (int r = 0; r < kQueries; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(out + r * dp + i + 16 * v, acc[r][v]);
-  }
-}
-
-template <int kQueries, class V>
-static inline void accumulate(const float* weights, const V* const* values, int64_t d, int64_t dp, int64_t count,
-                              const float* keep, float* out) {
-  int64_t i = 0;
-  for (; i + 64 <= d; i += 64) accumulate_rows<kQueries, 4>(weights, values, i, 16, dp, count, keep, out);
-  for (; i < d; i += 16) {
-    const int lanes = static_cast<int>(least(16, d - i));
-    accumulate_rows<kQueries, 1>(weights, values, i, lanes, dp, count, keep, out);
-  }
-}
 
 // Calls fn(Count<n>{}, first) over the queries in groups of 4 and a last one of 1 to 3.
 template <class Fn>
@@ -199,107 +68,141 @@ static inline void query_groups(int64_t queries, const Fn& fn) {
 
 static inline float minus_infinity() { return -__builtin_inff(); }
 
-// One block of positions from `begin` on, for the queries of one KV head: scores, online softmax, weighted values.
-// Positions from `clear` to below `full` are visible to every query.
-template <class C>
-static inline void attend_block(const AttendArgs& a, const QueryTile& tile, const BlockRows<C>& now,
-                                const Ahead<C>& ahead, int64_t begin, int64_t clear, int64_t full, int64_t group,
-                                int64_t dp, const AttendScratch& s) {
-  const int64_t queries = tile.count * group, count = now.count;
-  load_keys<C>(now, ahead, a.d, dp, s.keys);
-  query_groups(queries, [&](auto n, int64_t r) {
-    score_rows<decltype(n)::value>(s.q + r * dp, dp, a.d, s.keys, s.scores + r * kBlockKv);
-  });
-  for (int64_t r = 0; r < queries; ++r) {
+// The maximum, or 0 where nothing is visible yet: 2^(-inf - 0) = 0 keeps every term at zero.
+static inline F base_of(F top) { return blend(gt(top, set1(minus_infinity())), top, zero()); }
+
+// The scores of one block from `begin` on, scaled, bent and masked; leaves their largest in keep[query].
+static inline void finish_scores(const AttendArgs& a, const QueryTile& tile, int64_t begin, int64_t count,
+                                 int64_t group, bool open, const AttendScratch& s) {
+  const F scale = set1(a.softcap > 0.0f ? a.scale / a.softcap : a.scale * kLog2E), cap = set1(a.softcap * kLog2E);
+  for (int64_t r = 0; r < tile.count * group; ++r) {
     float* scores = s.scores + r * kBlockKv;
-    const int64_t pos = a.pos[tile.first + r / group], visible = least(count, pos + 1 - begin);
-    if (a.softcap > 0.0f) {
-      const F cap = set1(a.softcap), inverse = set1(1.0f / a.softcap);
-      store(scores, mul(tanh(mul(load(scores), inverse)), cap));
-      store(scores + 16, mul(tanh(mul(load(scores + 16), inverse)), cap));
+    F largest = set1(minus_infinity());
+    for (int64_t i = 0; i < kBlockKv; i += 16) {
+      F v = mul(load(scores + i), scale);
+      if (a.softcap > 0.0f) v = mul(tanh(v), cap);
+      store(scores + i, v);
+      largest = max(largest, v);
     }
-    for (int64_t p = most(0, visible); p < kBlockKv; ++p) scores[p] = minus_infinity();
-    for (int64_t p = 0; p < least(kBlockKv, first_seen(a, pos) - begin); ++p) scores[p] = minus_infinity();
-    const F s0 = load(scores), s1 = load(scores + 16);
-    const float block_top = hmax(max(s0, s1));
-    const float top = block_top > s.top[r] ? block_top : s.top[r];
-    // Nothing visible yet: exp(-inf - 0) = 0 keeps every term at zero. A NaN score reaches the sum through s0 and s1.
-    const F base = set1(top == minus_infinity() ? 0.0f : top);
-    const F e0 = exp(sub(s0, base)), e1 = exp(sub(s1, base));
-    store(scores, e0);
-    store(scores + 16, e1);
-    s.keep[r] = first(exp(sub(set1(s.top[r]), base)));
-    s.sum[r] = s.sum[r] * s.keep[r] + hsum(add(e0, e1));
-    s.top[r] = top;
+    if (!open) {
+      const int64_t pos = a.pos[tile.first + r / group], visible = least(count, pos + 1 - begin);
+      for (int64_t p = most(0, visible); p < kBlockKv; ++p) scores[p] = minus_infinity();
+      for (int64_t p = 0; p < least(kBlockKv, first_seen(a, pos) - begin); ++p) scores[p] = minus_infinity();
+      largest = load(scores);
+      for (int64_t i = 16; i < kBlockKv; i += 16) largest = max(largest, load(scores + i));
+    }
+    s.keep[r] = hmax(largest);
   }
-  const auto weigh = [&](const auto* const* values) {
-    if (begin >= clear && begin + count <= full) {
-      query_groups(queries, [&](auto n, int64_t r) {
-        accumulate<decltype(n)::value>(s.scores + r * kBlockKv, values, a.d, dp, count, s.keep + r, s.acc + r * dp);
-      });
-      return;
+}
+
+// The keys and values of one block as the products want them, a page's worth of all heads at a time: memory is read in
+// order.
+template <class P, class C>
+static inline void stage_block(const AttendArgs& a, const BlockRows<C>& now, Ahead<C>& ahead, int64_t heads, int64_t dp,
+                               const AttendScratch& s) {
+  for (int64_t part = 0; part < kBlockKv; part += kPart) {
+    for (int64_t h = 0; h < heads; ++h) {
+      P::keys(now, part, h * a.ch, a.d, dp, s.keys + h * kBlockKv * dp, ahead);
     }
-    // The edges: a query never touches a value that it does not see, not even with a zero weight (it may be NaN).
-    for (int64_t r = 0; r < queries; ++r) {
-      const int64_t pos = a.pos[tile.first + r / group];
-      const int64_t from = least(count, most(0, first_seen(a, pos) - begin));
-      const int64_t visible = most(0, least(count, pos + 1 - begin) - from);
-      accumulate<1>(s.scores + r * kBlockKv + from, values + from, a.d, dp, visible, s.keep + r, s.acc + r * dp);
+    for (int64_t h = 0; h < heads; ++h) {
+      P::values(now, part, h * a.ch, a.d, dp, s.values + h * kBlockKv * dp);
+      ahead.tick();
     }
-  };
-  if (sizeof(C) != 4 && queries > 4) {  // few queries read the values where they lie
-    const float* rows[kBlockKv];
-    load_values<C>(now, a.d, dp, s.values, rows);
-    weigh(rows);
-  } else {
-    weigh(now.values);
+  }
+}
+
+// The block's positions from `begin` on, for the queries of one KV head: scores, online softmax, weighted values.
+// Positions from `clear` to below `full` are visible to every query.
+template <class P, class C>
+static inline void attend_block(const AttendArgs& a, const QueryTile& tile, int64_t count, Ahead<C>& ahead,
+                                int64_t begin, int64_t clear, int64_t full, int64_t group, int64_t dp,
+                                const AttendScratch& s) {
+  const int64_t queries = tile.count * group;
+  const bool open = begin >= clear && begin + count <= full;
+  query_groups(queries, [&](auto n, int64_t r) {
+    P::template score<decltype(n)::value>(s.q + r * dp, a.d, dp, s.keys, s.scores + r * kBlockKv);
+  });
+  ahead.tick();
+  finish_scores(a, tile, begin, count, group, open && count == kBlockKv, s);
+  each_vector(queries, [&](int64_t r, int lanes) {
+    const F old = load_upto(s.top + r, lanes), largest = load_upto(s.keep + r, lanes);
+    const F top = blend(gt(largest, old), largest, old), base = base_of(top);
+    store_upto(s.keep + r, exp2(sub(old, base)), lanes);
+    store_upto(s.base + r, base, lanes);
+    store_upto(s.top + r, top, lanes);
+  });
+  for (int64_t r = 0; r < queries; ++r) {  // a NaN score reaches the sum
+    float* const sums = s.sums + r * 16;
+    store(sums, P::weigh(s.scores + r * kBlockKv, set1(s.base[r]), mul(load(sums), set1(s.keep[r]))));
+  }
+  ahead.tick();
+  if (open) {
+    query_groups(queries, [&](auto n, int64_t r) {
+      P::template accumulate<decltype(n)::value>(s.scores + r * kBlockKv, s.values, dp, 0, count, s.keep + r,
+                                                 s.acc + r * dp);
+    });
+    return;
+  }
+  // The edges: a query never touches a value that it does not see, not even with a zero weight (it may be NaN).
+  for (int64_t r = 0; r < queries; ++r) {
+    const int64_t pos = a.pos[tile.first + r / group];
+    const int64_t from = least(count, most(0, first_seen(a, pos) - begin));
+    const int64_t to = most(from, least(count, pos + 1 - begin));
+    P::template accumulate<1>(s.scores + r * kBlockKv, s.values, dp, from, to, s.keep + r, s.acc + r * dp);
   }
 }
 
 // Attends positions [from, to) of one split, block by block, for the queries of KV heads [head, head_end); leaves acc,
 // top and sum in the scratch. Rows are asked for one block ahead, up to position `until`.
-template <class C>
+template <class P, class C>
 static inline void attend_split(const AttendArgs& a, const QueryTile& tile, int64_t head, int64_t head_end,
                                 int64_t from, int64_t to, int64_t until, int64_t group, int64_t dp,
                                 const AttendScratch& s) {
   const int64_t queries = tile.count * group, heads = head_end - head;
   for (int64_t r = 0; r < heads * queries; ++r) {
     s.top[r] = minus_infinity();
-    s.sum[r] = 0.0f;
+    store(s.sums + r * 16, zero());
   }
   for (int64_t i = 0; i < heads * queries * dp; i += 16) store(s.acc + i, zero());
   const int64_t full = least(to, tile.first_pos + 1), clear = first_seen(a, tile.last_pos);
-  const int64_t bytes = (a.ch == a.d ? heads * a.d : a.d) * static_cast<int64_t>(sizeof(C));
+  const int64_t bytes = heads * a.d * static_cast<int64_t>(sizeof(C));
   const C* const zeros = reinterpret_cast<const C*>(s.zeros);
   BlockRows<C> now, next;
-  now.find(a, tile.row, head, from, least(kBlockKv, to - from), zeros);
-  now.fetch(0, kBlockKv, bytes);
+  next.find(a, tile.row, head, from, least(kBlockKv, to - from), zeros);
+  next.fetch(0, kBlockKv, bytes);
   for (int64_t begin = from; begin < to; begin += kBlockKv) {
     const int64_t after = begin + kBlockKv;
+    now = next;
+    if (now.count > to - begin) now.find(a, tile.row, head, begin, to - begin, zeros);
     next.find(a, tile.row, head, after, most(0, least(kBlockKv, until - after)), zeros);
+    Ahead<C> ahead{next, bytes, heads * (kBlockKv / kPart * (dp / P::kPad + 1) + 2)};
+    stage_block<P, C>(a, now, ahead, heads, dp, s);
     for (int64_t h = 0; h < heads; ++h) {
-      now.find(a, tile.row, head + h, begin, least(kBlockKv, to - begin), zeros);
-      const Ahead<C> ahead{next, kBlockKv * h / heads, kBlockKv * (h + 1) / heads, bytes};
-      attend_block<C>(a, tile, now, ahead, begin, clear, full, group, dp, s.from_row(h * queries, dp));
+      attend_block<P, C>(a, tile, now.count, ahead, begin, clear, full, group, dp, s.at_head(h, queries, dp));
     }
   }
+  for (int64_t r = 0; r < heads * queries; ++r) s.sum[r] = hsum(load(s.sums + r * 16));
 }
 
 // Merges one split's partial result into the running one of `queries` queries.
 static inline void merge(int64_t queries, int64_t dp, const float* acc, const float* top, const float* sum,
                          float* into_acc, float* into_top, float* into_sum) {
-  for (int64_t r = 0; r < queries; ++r) {
-    if (top[r] == minus_infinity() && sum[r] == 0.0f) continue;  // saw no position
-    const float best = top[r] > into_top[r] ? top[r] : into_top[r];
-    const F base = set1(best == minus_infinity() ? 0.0f : best);
-    const F old = set1(first(exp(sub(set1(into_top[r]), base))));
-    const F fresh = set1(first(exp(sub(set1(top[r]), base))));
-    for (int64_t i = r * dp; i < (r + 1) * dp; i += 16) {
-      store(into_acc + i, fma(load(acc + i), fresh, mul(load(into_acc + i), old)));
+  each_vector(queries, [&](int64_t first_row, int lanes) {
+    const F t = load_upto(top + first_row, lanes), into = load_upto(into_top + first_row, lanes);
+    const F best = blend(gt(t, into), t, into), base = base_of(best);
+    alignas(64) float old[16], fresh[16];
+    store(old, exp2(sub(into, base)));
+    store(fresh, exp2(sub(t, base)));
+    store_upto(into_top + first_row, best, lanes);
+    for (int64_t j = 0; j < lanes; ++j) {
+      const int64_t r = first_row + j;
+      if (top[r] == minus_infinity() && sum[r] == 0.0f) continue;  // saw no position, which leaves `best` as it was
+      for (int64_t i = r * dp; i < (r + 1) * dp; i += 16) {
+        store(into_acc + i, fma(load(acc + i), set1(fresh[j]), mul(load(into_acc + i), set1(old[j]))));
+      }
+      into_sum[r] = into_sum[r] * old[j] + sum[r] * fresh[j];
     }
-    into_sum[r] = into_sum[r] * first(old) + sum[r] * first(fresh);
-    into_top[r] = best;
-  }
+  });
 }
 
 // What a query's accumulated values are multiplied by: one over its denominator, the head's sink included.
@@ -308,8 +211,9 @@ static inline float inverse_sum(const AttendArgs& a, int64_t head, float top, fl
   float sink = 0.0f;
   with_dtype(a.sinks_dtype,
              [&](auto t) { sink = first(load_as_n(static_cast<const decltype(t)*>(a.sinks) + head, 1)); });
+  sink *= kLog2E;
   const float base = sink > top ? sink : top;
-  const float own = first(exp(set1(top - base))), rest = first(exp(set1(sink - base)));
+  const float own = first(exp2(set1(top - base))), rest = first(exp2(set1(sink - base)));
   return own / (sum * own + rest);
 }
 
@@ -323,13 +227,12 @@ static inline void write_out(const AttendArgs& a, const QueryTile& tile, int64_t
   }
 }
 
-template <class T>
+template <class P, class T>
 static inline void load_queries(const AttendArgs& a, const QueryTile& tile, int64_t head, int64_t group, int64_t dp,
                                 float* q) {
-  const F scale = set1(a.scale);
   for (int64_t r = 0; r < tile.count * group; ++r) {
-    const T* in = static_cast<const T*>(a.q) + (tile.first + r / group) * a.qt + (head * group + r % group) * a.qn;
-    each_vector(a.d, [&](int64_t i, int lanes) { store(q + r * dp + i, mul(load_upto(in + i, lanes), scale)); });
+    P::query(static_cast<const T*>(a.q) + (tile.first + r / group) * a.qt + (head * group + r % group) * a.qn, a.d, dp,
+             q + r * dp);
   }
 }
 
@@ -356,7 +259,8 @@ static inline int64_t make_tiles(const AttendArgs& a, QueryTile* tiles) {
   return count;
 }
 
-template <class T, class C>
+// T: of the queries, C: of the caches, P: their products.
+template <class T, class C, class P>
 struct Attention {
   const AttendArgs& a;
   int64_t group;  // query heads a KV head
@@ -368,7 +272,7 @@ struct Attention {
   explicit Attention(const AttendArgs& args)
       : a(args),
         group(args.n / args.kv),
-        dp(ceil_div(args.d, 16) * 16),
+        dp(ceil_div(args.d, P::kPad) * P::kPad),
         tiles(scratch<QueryTile>(Scratch::kTiles, static_cast<size_t>(args.t))) {
     count = make_tiles(a, tiles);
     for (int64_t i = 0; i < count; ++i) {
@@ -382,18 +286,21 @@ struct Attention {
 
   AttendScratch make_scratch(int64_t heads, int64_t queries) const {
     const int64_t rows = heads * queries, row_vectors = ceil_div(rows, 16) * 16;
-    const int64_t size = 2 * rows * dp + 3 * row_vectors + (2 * kBlockKv + 1) * dp + queries * kBlockKv;
+    const int64_t size =
+        2 * rows * dp + 16 * rows + 4 * row_vectors + (2 * kBlockKv + 1) * heads * dp + queries * kBlockKv;
     AttendScratch s{};
     s.q = scratch<float>(Scratch::kAttention, static_cast<size_t>(size));
     s.acc = s.q + rows * dp;
-    s.top = s.acc + rows * dp;
+    s.sums = s.acc + rows * dp;
+    s.top = s.sums + 16 * rows;
     s.sum = s.top + row_vectors;
     s.keep = s.sum + row_vectors;
-    s.keys = s.keep + row_vectors;
-    s.values = s.keys + kBlockKv * dp;
-    s.zeros = s.values + kBlockKv * dp;
+    s.base = s.keep + row_vectors;
+    s.keys = s.base + row_vectors;
+    s.values = s.keys + heads * kBlockKv * dp;
+    s.zeros = s.values + heads * kBlockKv * dp;
     s.scores = s.zeros + dp;
-    for (int64_t i = 0; i < dp; i += 16) store(s.zeros + i, zero());
+    for (int64_t i = 0; i < heads * dp; i += 16) store(s.zeros + i, zero());
     return s;
   }
 
@@ -403,13 +310,13 @@ struct Attention {
     const int64_t queries = tile.count * group, until = least(to * kSplit, tile.last_pos + 1);
     const AttendScratch s = make_scratch(head_end - head, queries);
     for (int64_t h = head; h < head_end; ++h) {
-      load_queries<T>(a, tile, h, group, dp, s.from_row((h - head) * queries, dp).q);
+      load_queries<P, T>(a, tile, h, group, dp, s.at_head(h - head, queries, dp).q);
     }
     const int64_t start = first_seen(a, tile.first_pos) / kBlockKv * kBlockKv;
     for (int64_t split = from; split < to; ++split) {
       const int64_t begin = most(start, split * kSplit), end = least((split + 1) * kSplit, until);
-      attend_split<C>(a, tile, head, head_end, begin, end, until, group, dp, s);
-      for (int64_t h = head; h < head_end; ++h) done(split, h, s.from_row((h - head) * queries, dp));
+      attend_split<P, C>(a, tile, head, head_end, begin, end, until, group, dp, s);
+      for (int64_t h = head; h < head_end; ++h) done(split, h, s.at_head(h - head, queries, dp));
     }
   }
 
@@ -449,9 +356,11 @@ struct Attention {
 
   static int64_t wanted_items() { return 4 * pool_threads(); }  // for an even share
 
-  // All KV heads where that leaves enough of `items` and the queries are few; with many, one head's state fills the
-  // cache.
-  int64_t heads_an_item(int64_t items) const { return items >= wanted_items() && max_queries <= 16 ? a.kv : 1; }
+  // All KV heads where they lie side by side, that leaves enough of `items` and the queries are few; with many, one
+  // head's state fills the cache.
+  int64_t heads_an_item(int64_t items) const {
+    return a.ch == a.d && items >= wanted_items() && max_queries <= 16 ? a.kv : 1;
+  }
 
   // An item runs whole contexts: nothing is stored between splits.
   void whole_contexts() const {
@@ -527,7 +436,16 @@ struct Attention {
 
 static void attend(const AttendArgs& a) {
   if (a.t == 0 || a.n == 0) return;
+#if defined(TS_HAS_DOT_BF16)
+  if (a.dtype == DType::kBF16 && a.cache_dtype == DType::kBF16) {
+    return Attention<uint16_t, uint16_t, PairProducts>(a).run_all();
+  }
+#endif
   with_dtype(a.dtype, [&](auto t) {
-    with_dtype(a.cache_dtype, [&](auto c) { Attention<decltype(t), decltype(c)>(a).run_all(); });
+    with_dtype(a.cache_dtype, [&](auto c) {
+      using T = decltype(t);
+      using C = decltype(c);
+      Attention<T, C, FloatProducts<T, C>>(a).run_all();
+    });
   });
 }

@@ -40,6 +40,21 @@ static inline F exp(F x) {
   return blend(dead, zero(), mul(p, as_float(shl(iadd(to_int(n), iset1(127)), 23))));
 }
 
+// 2^x for x <= 127, about 1 ulp, after Cephes exp2f; 0 below -126.5 (subnormal results are flushed), NaN stays NaN.
+static inline F exp2(F x) {
+  const F y = max(set1(-200.0f), x);  // max passes a NaN in the second operand
+  const F n = round(y), r = sub(y, n);
+  F p = set1(1.535336188319500e-4f);
+  p = fma(p, r, set1(1.339887440266574e-3f));
+  p = fma(p, r, set1(9.618437357674640e-3f));
+  p = fma(p, r, set1(5.550332471162809e-2f));
+  p = fma(p, r, set1(2.402264791363012e-1f));
+  p = fma(p, r, set1(6.931472028550421e-1f));
+  p = fma(p, r, set1(1.0f));
+  const M dead = gt(set1(-126.0f), n);
+  return blend(dead, zero(), mul(p, as_float(shl(iadd(to_int(n), iset1(127)), 23))));
+}
+
 // tanh x, within 2e-7.
 static inline F tanh(F x) {
   const F e = exp(add(x, x));

@@ -175,7 +175,7 @@ static inline void transpose8(__m256* r) {
     r[4 + j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
   }
 }
-static inline void transpose16(F* r) {
+[[gnu::always_inline]] static inline void transpose16(F* r) {
   __m256 block[8];
   __m256 swap[8];
   for (int i = 0; i < 8; ++i) block[i] = r[i].a;

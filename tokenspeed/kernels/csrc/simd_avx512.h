@@ -113,9 +113,23 @@ static inline I dot_u8s8(I acc, I u, I s) {
 static inline F dot_bf16(F acc, I a, I b) {
   return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
+// The first n of 32 words; zeros behind them.
+static inline I iload_u16(const uint16_t* p, int n) {
+  return {_mm512_maskz_loadu_epi16(n <= 0 ? 0 : static_cast<__mmask32>((1ull << n) - 1), p)};
+}
+// Both as bf16, `low` in the first 16 words; rounded to nearest even, subnormals to zero.
+static inline I pack_bf16(F low, F high) { return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v))}; }
+// The pairs (a[i], b[i]) of words: of the first 16 in `low`, of the others in `high`.
+[[gnu::always_inline]] static inline void interleave_u16(I a, I b, I& low, I& high) {
+  const __m512i index =
+      _mm512_setr_epi32(0x00200000, 0x00210001, 0x00220002, 0x00230003, 0x00240004, 0x00250005, 0x00260006, 0x00270007,
+                        0x00280008, 0x00290009, 0x002a000a, 0x002b000b, 0x002c000c, 0x002d000d, 0x002e000e, 0x002f000f);
+  low.v = _mm512_permutex2var_epi16(a.v, index, b.v);
+  high.v = _mm512_permutex2var_epi16(a.v, _mm512_add_epi32(index, _mm512_set1_epi32(0x00100010)), b.v);
+}
 #endif
 
-static inline void transpose16(F* r) {
+[[gnu::always_inline]] static inline void transpose16(F* r) {
   __m512 t[16];
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v);
