@@ -89,7 +89,7 @@ def test_shards_are_one_model(tmp_path: Path, plain: list[list[int]], shards: in
     assert tokens(path) == plain
 
 
-def test_several_files_without_an_index(tmp_path: Path, plain: list[list[int]]) -> None:  # speculators#184
+def test_b84_several_files_without_an_index(tmp_path: Path, plain: list[list[int]]) -> None:  # speculators#184
     config = tiny_config()
     path = save_model(tmp_path, config, tiny_weights(config), shards=3)
     (path / "model.safetensors.index.json").unlink()
@@ -105,7 +105,7 @@ def test_half_precision_files_are_read_as_they_are(tmp_path: Path, dtype: torch.
     assert tokens(stored, dtype="float32") == tokens(whole)
 
 
-def test_a_tied_head_is_the_embedding_also_where_the_file_holds_one(tmp_path: Path) -> None:  # vllm#6758
+def test_b83_a_tied_head_is_the_embedding_also_where_the_file_holds_one(tmp_path: Path) -> None:  # vllm#6758
     config = tiny_config(tie_word_embeddings=True)
     bare, both = tiny_weights(config), tiny_weights(config, head=True)
     assert both.keys() - bare.keys() == {"lm_head.weight"}
@@ -117,7 +117,23 @@ def test_a_tied_head_is_the_embedding_also_where_the_file_holds_one(tmp_path: Pa
     assert tokens(save_model(tmp_path / "other", untied, both)) != tied
 
 
-def test_an_untied_model_without_a_head_is_tied_with_a_warning(
+def test_b90_scales_of_an_fp8_cache_change_no_other_cache(
+    tmp_path: Path, plain: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:  # vllm#6761, sglang#18818, #20705
+    """The cache is kept in bfloat16 or float32, so its values need no scales; that they are left out is told."""
+    config = tiny_config()
+    scale = torch.tensor([0.04])
+    names = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale")
+    scales = {f"model.layers.{i}.{name}": scale.clone() for i in range(2) for name in names}
+    path = save_model(tmp_path / "scales", config, tiny_weights(config) | scales)
+    with caplog.at_level(logging.INFO, "tokenspeed.runtime.loader"):
+        assert tokens(path) == plain
+    assert any("8 scales of an FP8 cache" in r.getMessage() for r in caplog.records)
+    strange = save_model(tmp_path / "odd", config, tiny_weights(config) | {"model.layers.0.mlp.k_scale": scale})
+    assert "model.layers.0.mlp.k_scale" in refusal(strange)
+
+
+def test_b85_an_untied_model_without_a_head_is_tied_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # Qwen3-VL-Embedding#89, transformers#43159
     tied, untied = tiny_config(tie_word_embeddings=True), tiny_config(tie_word_embeddings=False)
@@ -160,7 +176,7 @@ def test_an_unknown_rope_is_refused(tmp_path: Path) -> None:
 # ---- what is wrong with a directory ----------------------------------------------------------------------------------
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:  # speculators#184
+def test_b84_a_missing_shard_is_named(tmp_path: Path) -> None:  # speculators#184
     config = tiny_config()
     path = save_model(tmp_path, config, tiny_weights(config), shards=3)
     (path / "model-00002-of-00003.safetensors").unlink()
@@ -308,7 +324,7 @@ def test_windows_that_cannot_be_are_refused(tmp_path: Path, over: dict, named: s
     assert named in refusal(tiny_model(tmp_path, "mistral", **over))
 
 
-def test_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  # vllm#44286
+def test_b87_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  # vllm#44286
     path = tiny_model(tmp_path)
     reason = refusal(path, max_model_len=513)
     assert "max_model_len=513" in reason and "512" in reason
@@ -335,7 +351,7 @@ def test_positions_beyond_the_rope_table_are_refused(tmp_path: Path) -> None:  #
         (6, 2, 4, 8, 2, 2),  # three queries a KV head become four, two a rank
     ],
 )
-def test_heads_that_do_not_divide_are_replicated_or_padded(
+def test_b89_heads_that_do_not_divide_are_replicated_or_padded(
     tmp_path: Path, heads: int, kv: int, ranks: int, padded_heads: int, padded_kv: int, copies: int
 ) -> None:  # torchtitan#2577, torchtitan#2574, vllm#1735
     config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv, hidden_size=48)

@@ -56,6 +56,12 @@ _KNOWN = re.compile(
 )
 
 
+#: scales of an FP8 cache, under the names of several tools
+_CACHE_SCALE = re.compile(
+    r"model\.layers\.\d+\.self_attn\.([qkv]_scale|kv_scale|([qkv])_proj\.(\2_scale|output_scale)|attn\.[qkv]_scale)"
+)
+
+
 def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
     """CheckpointError where the checkpoint holds tensors that the model has no place for: it would run without them."""
     sources = {source.partition("#")[0] for e in m.entries for s in e.segments for source in s.sources}
@@ -67,6 +73,11 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
         if name not in sources and not sources.intersection(each_of_stack(name)) and not _KNOWN.fullmatch(name)
         if not any(p.fullmatch(name) for p in stacked)
     ]
+    if scales := [name for name in strange if _CACHE_SCALE.fullmatch(name)]:
+        log.info(
+            "%d scales of an FP8 cache are left out: keys and values are kept as floats that need none", len(scales)
+        )
+        strange = [name for name in strange if not _CACHE_SCALE.fullmatch(name)]
     drafts = any(
         _drafts(source, checkpoint.config) for source in sources
     )  # a model is one half of a checkpoint or the other
