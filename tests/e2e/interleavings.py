@@ -14,6 +14,7 @@ import argparse
 import random
 import tempfile
 import time
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ class Collected:
                 self.tokens[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     self.ended.add(delta.request_id)
+            plain = array("q", message.plain)
+            for request, token in zip(plain[::2], plain[1::2]):
+                self.tokens[request].append(token)
 
 
 def windowed_model(folder: Path, **over: Any) -> Path:
