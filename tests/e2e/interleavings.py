@@ -14,7 +14,6 @@ import argparse
 import random
 import tempfile
 import time
-from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime.build import build_engine
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.core import EngineLoop
-from tokenspeed.runtime.messages import CoreParams, Deltas, Submit, ToCore, ToFront, packed
+from tokenspeed.runtime.messages import CoreParams, Deltas, Submit, ToCore, ToFront, packed, unplain
 
 SESSIONS, PAGE, OUT, LONGEST = 50, 16, 10, 224
 BUCKETS = [1, 2, 4, 8, 16, 64]
@@ -51,14 +50,11 @@ class Collected:
 
     def put(self, message: ToFront) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:
+            for delta in (*message.deltas, *unplain(message.plain)):
                 assert delta.error is None, delta.error
                 self.tokens[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     self.ended.add(delta.request_id)
-            plain = array("q", message.plain)
-            for request, token in zip(plain[::2], plain[1::2]):
-                self.tokens[request].append(token)
 
 
 def windowed_model(folder: Path, **over: Any) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed.runtime.lanes import Lane
-from tokenspeed.runtime.messages import Abort, Deltas, Finish, FinishReason, ToCore, TokenDelta
+from tokenspeed.runtime.messages import PLAIN_BYTES, Abort, Deltas, Finish, FinishReason, ToCore, TokenDelta, unplain
 from tokenspeed.runtime.request_stream import Choice, RequestStream
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tokenspeed.runtime.metrics import Metrics
 
 BURST = 32  # tokens that are delivered before the loop may turn to something else
-_PAIR = 16  # bytes of a plain delta
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class Flight:
             self._first.extend(delta for delta in others if delta.request_id in self._fresh)
             others = [delta for delta in others if delta.request_id not in self._fresh]
         self._later.extend(others[at : at + BURST] for at in range(0, len(others), BURST))
-        self._later.extend(plain[at : at + BURST * _PAIR] for at in range(0, len(plain), BURST * _PAIR))
+        self._later.extend(plain[at : at + BURST * PLAIN_BYTES] for at in range(0, len(plain), BURST * PLAIN_BYTES))
 
     def pour(self, *, whole: bool = False) -> None:
         """Deliver some of what was taken, or the `whole` of it."""
@@ -102,7 +101,7 @@ class Flight:
         else:
             group = self._later.popleft()
         if self.lanes is None:
-            yield from _unpacked(group) if isinstance(group, bytes) else group
+            yield from unplain(group) if isinstance(group, bytes) else group
             return
         taken = (
             self.lanes.step_plain(group, now, TokenDelta) if isinstance(group, bytes) else self.lanes.step(group, now)
@@ -203,8 +202,3 @@ class Flight:
         tokens, events, live.last_token = self.lanes.close(request_id)
         if tokens:
             live.stream.put(live.choice.passed(tokens, events))
-
-
-def _unpacked(plain: bytes) -> Iterator[TokenDelta]:
-    numbers = iter(array("q", plain))
-    return (TokenDelta(request, [next(numbers)]) for request in numbers)

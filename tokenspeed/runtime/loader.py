@@ -73,19 +73,19 @@ def _refuse_strangers(m: WeightMap, checkpoint: Checkpoint) -> None:
         if name not in sources and not sources.intersection(each_of_stack(name)) and not _KNOWN.fullmatch(name)
         if not any(p.fullmatch(name) for p in stacked)
     ]
-    if scales := [name for name in strange if _CACHE_SCALE.fullmatch(name)]:
+    scales = {name for name in strange if _CACHE_SCALE.fullmatch(name)}
+    if scales:
         log.info(
             "%d scales of an FP8 cache are left out: keys and values are kept as floats that need none", len(scales)
         )
-        strange = [name for name in strange if not _CACHE_SCALE.fullmatch(name)]
     drafts = any(
         _drafts(source, checkpoint.config) for source in sources
     )  # a model is one half of a checkpoint or the other
-    others = {name for name in strange if _drafts(name, checkpoint.config) != drafts}
+    others = {name for name in strange if name not in scales and _drafts(name, checkpoint.config) != drafts}
     if others:
         what = "the main model" if drafts else "the layers that predict further tokens"
         log.info("%d tensors of %s are left out", len(others), what)
-    strange = [name for name in strange if name not in others]
+    strange = [name for name in strange if name not in others | scales]
     if strange:
         kept = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
         raise CheckpointError(

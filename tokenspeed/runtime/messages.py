@@ -8,7 +8,7 @@ dataclasses with msgspec, the in-process transport passes the objects. A request
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,6 +158,15 @@ class Deltas:
             else:
                 rest.append(d)
         return cls(rest, stats, plain.tobytes())
+
+
+PLAIN_BYTES = 16  # of one delta in `Deltas.plain`
+
+
+def unplain(plain: bytes) -> Iterator[TokenDelta]:
+    """The deltas that `plain` of Deltas holds."""
+    numbers = iter(array("q", plain))
+    return (TokenDelta(request, [next(numbers)]) for request in numbers)
 
 
 @dataclass(slots=True)
