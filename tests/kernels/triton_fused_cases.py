@@ -14,6 +14,7 @@ from tests.kernels.test_sampling import Flag, State, params, row
 from tokenspeed import kernels as K
 from tokenspeed.ir.ops import REFERENCES
 from tokenspeed.kernels.fused import FUSED
+from tokenspeed.kernels.gemm import hopper
 from tokenspeed.kernels.gemm.triton import Tiling, linear_silu_mul
 from tokenspeed.kernels.step.triton import HEADER, begin_step, end_step, slot_words
 from tokenspeed.kernels.tolerance import tolerance
@@ -71,6 +72,17 @@ def test_linear_silu_mul(dtype: torch.dtype, tokens: int) -> None:
         assert ((outs[0].double() - want.double()).abs() <= allowed).all()
     with pytest.raises(ValueError, match="do not fit"):
         linear_silu_mul(torch.randn(1, 4), torch.randn(3, 4), out=torch.empty(1, 1))
+
+
+def test_linear_silu_mul_of_many_rows_takes_few_at_a_time_without_a_device() -> None:
+    x, w = torch.randn(130, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    out, want = (torch.full((130, 24), float("nan"), dtype=torch.bfloat16) for _ in range(2))
+    hopper.linear_silu_mul(x, w, out=out)
+    for rows in (slice(0, 64), slice(64, 128), slice(128, 130)):
+        linear_silu_mul(x[rows], w, out=want[rows])
+    assert torch.equal(out, want)
+    with pytest.raises(ValueError, match="do not fit"):
+        hopper.linear_silu_mul(torch.randn(1, 64), w, out=torch.empty(1, 24))
 
 
 @pytest.mark.parametrize("windowed", [False, True])

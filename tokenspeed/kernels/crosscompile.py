@@ -29,6 +29,7 @@ from tokenspeed.kernels.attention import hopper, rope_append
 from tokenspeed.kernels.attention import triton as attention
 from tokenspeed.kernels.embedding import triton as embedding
 from tokenspeed.kernels.gemm import chain
+from tokenspeed.kernels.gemm import hopper as gemm_hopper
 from tokenspeed.kernels.gemm import triton as gemm
 from tokenspeed.kernels.launch import Launch, recording
 from tokenspeed.kernels.norm import triton as norm
@@ -182,6 +183,10 @@ def uses(model: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
             lambda t=t: gemm.linear(new(t, h), new(model.vocab, h), out=new(t, model.vocab, dtype=f32)),
         )
     if dtype == torch.bfloat16:
+        yield (
+            "linear_silu_mul, 1024 rows, warp-specialised",
+            lambda: gemm_hopper.linear_silu_mul(new(1024, h), new(2 * model.ffn, h), out=new(1024, model.ffn)),
+        )
         for t in (1, 8, 16):
             yield (
                 f"linear_chain, {t} rows",

@@ -16,13 +16,24 @@ from typing import Any
 from tokenspeed.kernels.formats import DENSE
 from tokenspeed.kernels.ops import op_of
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.spec import Capability, KernelSpec, Priority, Trait, at_most, identity, multiple_of, one_of
+from tokenspeed.kernels.spec import (
+    Capability,
+    KernelSpec,
+    Priority,
+    Trait,
+    at_least,
+    at_most,
+    identity,
+    multiple_of,
+    one_of,
+)
 from tokenspeed.kernels.target import OLDEST
 from tokenspeed.kernels.weights import dense
 
 PACKAGE = "tokenspeed.kernels"
 ROOT = Path(__file__).parent
 CUDA = Capability("cuda", min_arch=OLDEST)
+MANY = 110 * 128 * 128  # outputs of a product whose tiles leave few multiprocessors of a Hopper without one
 
 Signatures = tuple[Mapping[str, frozenset[str]], ...]
 
@@ -118,6 +129,13 @@ def register(registry: Registry) -> None:
         registry, "triton.linear_silu_mul", "linear_silu_mul", "triton", "gemm.triton", ("attention.softmax",),
         (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
         pack=dense, traits={"tokens": at_most(64)}, summary="few rows, the gated activation in the epilogue",
+    )  # fmt: skip
+    _add(
+        registry, "gluon.linear_silu_mul", "linear_silu_mul", "gluon", "gemm.hopper", ("gemm.triton",),
+        (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
+        pack=dense, priority=Priority.SPECIALIZED, capability=Capability("cuda", min_arch=90, max_arch=90),
+        traits={"tokens": at_least(65), "k": multiple_of(8), "n": multiple_of(8), "tokens*n": at_least(MANY)},
+        summary="many rows, warp-specialised for Hopper: TMA, wgmma, the gated activation in the epilogue",
     )  # fmt: skip
 
     for op in ("rms_norm", "add_rms_norm"):

@@ -160,7 +160,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         _record.append(Launch(kernel, grid, args, meta))
         return
     if "PDL" in kernel.arg_names:
-        meta["PDL"] = overlaps(args[0].device)
+        meta["PDL"] = overlaps(getattr(args[0], "base", args[0]).device)  # of a tensor, or of a descriptor of one
         if meta["PDL"]:
             meta["launch_pdl"] = True
     if _ahead is not None:

@@ -181,14 +181,29 @@ def _judge(spec: KernelSpec, request: Request) -> Candidate:
     if all(misses):
         reasons.append(min((text for text in misses if text is not None), key=len))
     for name, trait in spec.traits.items():
-        if name not in request.traits:
+        value = _fact(name, request.traits)
+        if value is None:
             reasons.append(f"needs {name} {trait.text}, which the request does not state")
-        elif not trait.check(request.traits[name]):
-            reasons.append(f"needs {name} {trait.text}, the request has {request.traits[name]}")
+        elif not trait.check(value):
+            reasons.append(f"needs {name} {trait.text}, the request has {value}")
     if request.objective == "determinism" and "determinism" not in spec.tags:
         reasons.append("is not tagged determinism")
     priority = -spec.priority if request.objective == "debug" else spec.priority
     return Candidate(spec, not reasons, (int(request.objective in spec.tags), priority), tuple(reasons))
+
+
+def _fact(name: str, facts: Mapping[str, TraitValue]) -> TraitValue | None:
+    """The fact `name` of a request, or the product "a*b" of facts that are numbers; None where one is missing."""
+    if "*" not in name:
+        return facts.get(name)
+    low = high = 1
+    for factor in name.split("*"):
+        value = facts.get(factor)
+        ends = value if isinstance(value, tuple) else (value, value)
+        if not isinstance(ends[0], int) or not isinstance(ends[1], int):
+            return None
+        low, high = low * ends[0], high * ends[1]
+    return low if low == high else (low, high)
 
 
 def _signature_miss(alternative: Mapping[str, frozenset[str]], signature: Mapping[str, str]) -> str | None:

@@ -108,7 +108,8 @@ class KernelSpec:
     """One registered kernel.
 
     `signatures`: alternatives, each a map from role to the formats it takes; a role left out takes any.
-    `traits`: conditions that the request must state and satisfy. `flops`, `bytes`: from the request's facts.
+    `traits`: conditions that the request must state and satisfy, of a fact or of a product of facts
+    ("tokens*n"). `flops`, `bytes`: from the request's facts.
     """
 
     name: str
