@@ -14,6 +14,7 @@ import torch
 from tokenspeed import _cpu
 from tokenspeed import kernels as K
 from tokenspeed.kernels import registry as registry_module
+from tokenspeed.kernels.select import candidates
 from tokenspeed.kernels.spec import KernelSpec, source_hash_of
 from tokenspeed.kernels.target import target_of
 
@@ -235,6 +236,32 @@ def test_the_choice_for_the_cpu() -> None:
     assert K.select("all_reduce", signature={}).solution == "gloo"
     assert K.select("all_reduce", signature={}, device="cuda:90").solution == "nccl"
     assert target_of("cpu").features >= {"cpu_extension", "portable"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "solution"),
+    [(16, 3584, 8192, "triton"), (256, 3584, 8192, "reference"), (160, 28672, 8192, "reference"), (1024, 28672, 8192, "gluon"),
+     (1024, 14336, 4096, "gluon"), (512, 14336, 4096, "reference"), (1024, 28668, 8192, "reference")],
+)  # fmt: skip
+def test_gate_and_up_of_many_rows_are_one_product_where_their_tiles_fill_the_device(
+    tokens: int, n: int, k: int, solution: str
+) -> None:
+    """By tiles, by the table of an H200, and by rows that TMA can fetch. The reference stands for the separate kernels."""
+    formats = dict.fromkeys(("x", "w", "out"), "bfloat16")
+    facts = {"tokens": tokens, "n": n, "k": k}
+    assert K.select("linear_silu_mul", signature=formats, traits=facts, device="cuda:90").solution == solution
+
+
+def test_a_condition_on_a_product_of_facts() -> None:
+    registry = K.Registry()
+    registry.register(fake("large", traits={"tokens*n": K.at_least(100)}))
+
+    def reasons(**facts: Any) -> tuple[str, ...]:
+        return candidates("linear", signature={}, traits=facts, device="cpu", registry=registry)[0].reasons
+
+    assert not reasons(tokens=10, n=10) and not reasons(tokens=(10, 20), n=10)
+    assert "has 90" in reasons(tokens=9, n=10)[0] and "has (90, 200)" in reasons(tokens=(9, 20), n=10)[0]
+    assert "does not state" in reasons(tokens=9)[0] and "does not state" in reasons(tokens=9, n="many")[0]
 
 
 def test_every_override_variable_is_distinct() -> None:

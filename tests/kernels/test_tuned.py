@@ -145,6 +145,28 @@ def test_the_fastest_of_the_kernels_of_one_exactness_is_kept(monkeypatch: pytest
     assert all(e.traits["k"] == (64, 64) and e.signature == SIGNATURE for e in table.entries)
 
 
+@pytest.mark.parametrize(("product", "kernel", "takes"), [(2.0, tuning.APART, 4.5), (5.0, "fused", 6.0)])
+def test_a_gated_product_is_taken_apart_where_that_is_faster(
+    product: float, kernel: str, takes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four fused calls of 6 us for four products and, of equal shape, two activations of 5 us."""
+    gated = "linear_silu_mul|out=float32|w=float32|x=float32|k=64|n=32|tokens=8"
+
+    def played(_config: EngineConfig, _context: int, table: Path | None, _say: object) -> tuple[list[Timed], str]:
+        kept = [Timed(8, request(8), "only", 1, 1.0)]
+        advice = TunedTable.load(table).entries if table else ()
+        if not advice:
+            return [*kept, Timed(8, gated, "fused", 4, 6.0)], "cpu"
+        assert [(e.op, e.kernel) for e in advice] == [("linear_silu_mul", tuning.APART)]
+        activation = Timed(8, "silu_mul|out=float32|x=float32|tokens=8", "act", 2, 5.0)
+        return [*kept, Timed(8, request(8, k=65), "some", 4, product), activation], "cpu"
+
+    monkeypatch.setattr(tuning, "_round", played)
+    monkeypatch.setattr(tuning, "_candidates", lambda t, _device: [t.kernel])
+    (entry,) = tuning.tune(EngineConfig("some"), 77).entries
+    assert (entry.op, entry.kernel, entry.microseconds) == ("linear_silu_mul", kernel, takes)
+
+
 def test_kernels_that_round_activations_do_not_stand_for_exact_ones() -> None:
     quantised = "linear|out=float32|w=q4_1|x=float32|k=64|n=32|tokens=1"
     names = tuning._candidates(Timed(1, quantised, "cpu.linear", 1, 1.0), "cpu")

@@ -33,7 +33,9 @@ from tokenspeed.kernels.weights import dense
 PACKAGE = "tokenspeed.kernels"
 ROOT = Path(__file__).parent
 CUDA = Capability("cuda", min_arch=OLDEST)
-MANY = 110 * 128 * 128  # outputs of a product whose tiles leave few multiprocessors of a Hopper without one
+FULL_TILES = Trait(
+    "more than 64 and at least 7/8 of tiles of 128", lambda t: isinstance(t, int) and t > 64 and -t % 128 <= t / 7
+)
 
 Signatures = tuple[Mapping[str, frozenset[str]], ...]
 
@@ -134,7 +136,7 @@ def register(registry: Registry) -> None:
         registry, "gluon.linear_silu_mul", "linear_silu_mul", "gluon", "gemm.hopper", ("gemm.triton",),
         (dict.fromkeys(("x", "w", "out"), frozenset({"bfloat16"})),),
         pack=dense, priority=Priority.SPECIALIZED, capability=Capability("cuda", min_arch=90, max_arch=90),
-        traits={"tokens": at_least(65), "k": multiple_of(8), "n": multiple_of(8), "tokens*n": at_least(MANY)},
+        traits={"tokens": FULL_TILES, "k": multiple_of(8), "n": multiple_of(8), "tokens*n": at_least(110 * 128 * 128)},
         summary="many rows, warp-specialised for Hopper: TMA, wgmma, the gated activation in the epilogue",
     )  # fmt: skip
 

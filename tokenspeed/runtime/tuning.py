@@ -34,6 +34,10 @@ from tokenspeed.runtime.options import OptionError
 ROUNDS = 5  # medians of so many
 GAIN = 0.97  # a kernel takes the place of the first choice if it takes at most this share of its time
 LEAST = 2e-3  # seconds that a timed run takes about
+GATED = "linear_silu_mul"  # the fused op that is not always worth it
+APART = (
+    f"reference.{GATED}"  # a program does not call a fused op's reference: it makes the calls that the op stands for
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +164,26 @@ def bench(config: EngineConfig, context: int, say: Callable[[str], None] = lambd
 def tune(config: EngineConfig, context: int, say: Callable[[str], None] = lambda _: None) -> TunedTable:
     """The fastest kernel of every request of the model's steps for which this device has several of one exactness.
 
-    The model is compiled once for each rank of candidates. Times hardly depend on weights: load_format dummy will do.
+    The model is compiled once for each rank of candidates, and once with gated products taken apart. Times hardly depend on
+    weights: load_format dummy will do.
     """
     first, device = _round(config, context, None, say)
+
+    def advised(entries: list[Entry]) -> list[Timed]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "table.json"
+            path.write_text(TunedTable(device, tuple(entries)).dump())
+            return _round(config, context, path, say)[0]
+
     candidates = {t.request: _candidates(t, device) for t in first}
     known = {(t.request, t.kernel): t for t in first}
     for turn in range(1, max((len(c) for c in candidates.values()), default=1)):
-        advised = [_entry(r, c[turn], 0.0) for r, c in candidates.items() if turn < len(c)]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "table.json"
-            path.write_text(TunedTable(device, tuple(advised)).dump())
-            found, _ = _round(config, context, path, say)
+        found = advised([_entry(r, c[turn], 0.0) for r, c in candidates.items() if turn < len(c)])
         known |= {(t.request, t.kernel): t for t in found}
+    if whole := [t for t in first if parse_key(t.request)[0] == GATED]:
+        for t in _apart(whole, first, advised([_entry(t.request, APART, 0.0) for t in whole])):
+            candidates[t.request].append(APART)
+            known[t.request, APART] = t
     best: list[Entry] = []
     for request, names in candidates.items():
         timed = [known[request, name] for name in names if (request, name) in known]
@@ -181,6 +193,18 @@ def tune(config: EngineConfig, context: int, say: Callable[[str], None] = lambda
         if len(names) > 1:
             best.append(_entry(request, fastest.kernel, fastest.microseconds))
     return TunedTable(device_name(device), tuple(_ranges(best)))
+
+
+def _apart(whole: Sequence[Timed], first: Sequence[Timed], found: Sequence[Timed]) -> list[Timed]:
+    """What the kernels that a step runs in place of each fused one take together: those that it did not run at `first`."""
+    before = {(t.bucket, t.request) for t in first}
+    out = []
+    for t in whole:
+        instead = [f for f in found if f.bucket == t.bucket and (f.bucket, f.request) not in before]
+        if instead:
+            took = sum(f.microseconds * f.calls for f in instead) / t.calls
+            out.append(replace(t, kernel=APART, microseconds=round(took, 3)))
+    return out
 
 
 def _ranges(entries: Sequence[Entry]) -> list[Entry]:
