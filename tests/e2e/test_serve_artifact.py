@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tests.e2e.processes import ROOT, Server, tokenspeed
 from tests.e2e.tiny import tiny_model
 from tokenspeed import Engine, SamplingParams
 from tokenspeed.compiler.artifact import is_artifact, load_artifact, semantic_key
+from tokenspeed.kernels.select import selection
+from tokenspeed.runtime import compiled as compiled_before
+from tokenspeed.runtime import compiling
 from tokenspeed.runtime.compiling import compile_for, compile_options, write_artifact
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
@@ -265,3 +269,50 @@ def test_two_checkpoints_of_one_configuration_do_not_share_a_place_in_the_cache(
     stamp = (first / "manifest.json").stat().st_mtime_ns
     assert place(tmp_path / "a") == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp, "another engine may be reading it"
+
+
+def test_what_was_compiled_before_is_found_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a compilation reads is told apart; and where it cannot be, or the artifact is gone, it is compiled again."""
+    path, cache, table = tiny_model(tmp_path / "model"), tmp_path / "cache", tmp_path / "table.json"
+    config = EngineConfig(str(path), buckets=[1], artifact_cache=str(cache))
+    compiled: list[EngineConfig] = []
+
+    def counted(config: EngineConfig, *args: Any, **more: Any) -> Any:
+        compiled.append(config)
+        return compile_options(config, *args, **more)
+
+    monkeypatch.setattr(compiling, "compile_options", counted)
+    monkeypatch.setattr(compiled_before, "_READ_WHOLE", 4096)
+
+    def compiles(config: EngineConfig = config) -> bool:
+        before = len(compiled)
+        first, second = compile_for(config), compile_for(config)
+        assert first == second
+        return len(compiled) > before
+
+    assert compiles() and not compiles()
+    assert compiles(replace(config, buckets=[1, 2])) and compiles(replace(config, dtype="bfloat16"))
+    described = (path / "config.json").read_text()
+    (path / "config.json").write_text(described.replace("\n", " \n", 1) if "\n" in described else described + " ")
+    assert compiles()
+    weights = next(path.glob("*.safetensors"))
+    os.utime(weights, ns=(1, 1))
+    assert compiles() and not compiles()
+    table.write_text('{"device": "cpu", "entries": []}')
+    monkeypatch.setenv("TOKENSPEED_KERNEL_TUNED", str(table))
+    assert compiles() and not compiles()
+    table.write_text('{"device": "cpu",  "entries": []}')
+    assert compiles() and not compiles()
+    monkeypatch.setenv("TOKENSPEED_KERNEL_OVERRIDE_GEMM_LINEAR", "reference")
+    assert compiles() and not compiles()
+    monkeypatch.setattr(compiled_before, "_package", lambda: "another version")
+    assert compiles() and not compiles()
+    with selection(overrides={"norm/rms": "reference"}):
+        assert compiles() and compiles()
+    (note,) = (n for n in (cache / "compiled").iterdir() if n.name == compiled_before.key_of(config, "cpu"))
+    shutil.rmtree(cache / note.read_text())
+    assert compiles() and not compiles()
+    note.write_bytes(b"\xff/../elsewhere")
+    assert compiles() and not compiles()
+    monkeypatch.setitem(compiled_before.ARCHITECTURES, "Other", "another_package:CausalLM")
+    assert compiles() and compiles()

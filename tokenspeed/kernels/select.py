@@ -99,6 +99,11 @@ def selection(
         _settings.reset(token)
 
 
+def is_chosen_by_context() -> bool:
+    """Whether the code around has set anything by `selection`."""
+    return _settings.get() != _NO_SETTINGS
+
+
 def select(
     op: str,
     *,

@@ -70,6 +70,16 @@ def _engine_core() -> CoreEntry:
     return run_core
 
 
+def _texts(config: EngineConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The model's tokenizer and template, where it has them."""
+    tokenizer = load_tokenizer(config)
+    if tokenizer is None:
+        return None, None
+    from tokenspeed.runtime.chat_template import load_template
+
+    return tokenizer, load_template(config, tokenizer)
+
+
 class AsyncLLM:
     """A model that answers requests. Use: `await start()`, then `submit` at will, at last `await close()`."""
 
@@ -104,17 +114,17 @@ class AsyncLLM:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Ready:
-        """Load the tokenizer, start the core, wait until it is ready. Raises StartupError, OptionError or OSError."""
-        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
-        if self.tokenizer is not None:
-            from tokenspeed.runtime.chat_template import load_template
-
-            self.template = load_template(self.config, self.tokenizer)
+        """Start the core, load the tokenizer meanwhile, wait for both. Raises StartupError, OptionError or OSError."""
         self._client = make_client(self.config, self._target)
+        core = asyncio.create_task(self._client.start())
         try:
-            self._ready = await self._client.start()
+            await asyncio.sleep(0)  # until the core is on its way
+            self.tokenizer, self.template = await asyncio.to_thread(_texts, self.config)
+            self._ready = await core
         except BaseException:
-            await self._client.close(force=True)
+            core.cancel()
+            await asyncio.gather(core, return_exceptions=True)
+            await self._client.close(force=self.config.core == "process")  # a thread can only be waited for
             raise
         if self.config.max_queued_requests:
             self._capacity = self._ready.max_running + self.config.max_queued_requests

@@ -19,6 +19,7 @@ from tokenspeed.ir.errors import TokenSpeedError
 from tokenspeed.kernels.select import SelectionError
 from tokenspeed.kernels.tuned import SettingsError
 from tokenspeed.runtime.checkpoint import Checkpoint, context_length, open_checkpoint
+from tokenspeed.runtime.compiled import key_of, recall, remember
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.progress import Progress, silent
@@ -29,14 +30,18 @@ def compile_for(config: EngineConfig, progress: Progress = silent) -> Path:
     """The directory in the artifact cache that holds what the options describe, compiled into it if it is not there.
 
     Its name covers the program, the kernels' compat key and the checkpoint, and it is written once: another server may
-    be reading it.
+    be reading it. What was compiled before is found without compiling (compiled.py).
     """
     from tokenspeed.compiler.artifact import digest, dump
 
+    cache = Path(config.artifact_cache).expanduser()
+    known = key_of(config, device_of(config))
+    if known and (target := recall(cache, known)):
+        return target
     compiled = compile_options(config, progress)
     m = compiled.manifest
     key = digest(m["semantic_key"], dump(m["compat"]), compiled.files["checkpoint.json"])
-    target = Path(config.artifact_cache).expanduser() / key[:24]
+    target = cache / key[:24]
     if not (target / "manifest.json").exists():
         staged = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}")
         compiled.write(staged)
@@ -44,6 +49,8 @@ def compile_for(config: EngineConfig, progress: Progress = silent) -> Path:
             staged.rename(target)
         except OSError:  # another engine wrote the same artifact meanwhile
             shutil.rmtree(staged)
+    if known:
+        remember(cache, known, target)
     return target
 
 

@@ -1,11 +1,12 @@
 """The key-value header of a GGUF file, read in one pass without touching a tensor.
 
 A truncated or foreign file is a StartupError that names the file and the byte. Format: the ggml project's
-docs/gguf.md, versions 2 and 3, little-endian. Standard library only (a vocabulary of 50k entries takes 30 ms).
+docs/gguf.md, versions 2 and 3, little-endian. Standard library only.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import mmap
 import struct
@@ -45,12 +46,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Header:
-    """The whole header. Raises StartupError that names the file and the byte."""
+    """The whole header, which is not to be changed: a file's is read once. StartupError that names the file and the byte."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, path).read()
+        stat = path.stat()
+        return _read(path, stat.st_size, stat.st_mtime_ns)
     except (OSError, ValueError) as fault:  # ValueError: mmap of an empty file
         raise StartupError(f"cannot read {path}: {fault}") from None
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: Path, _size: int, _changed: int) -> Header:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(data, path).read()
 
 
 class _Reader:
@@ -88,6 +95,20 @@ class _Reader:
         self._at += length
         return raw.decode("utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        """As many strings one after the other: a vocabulary and its merges are most of a header."""
+        data, at, end, length_at = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
+        out: list[str] = []
+        for _ in range(count):
+            self._at = at
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > end:
+                raise struct.error
+            out.append(data[start:at].decode("utf-8"))
+        self._at = at
+        return out
+
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (rank,) = self._unpack("I")
@@ -106,7 +127,7 @@ class _Reader:
                 if count > len(self._data):
                     raise struct.error
                 return list(self._unpack(f"{count}{_SCALARS[inner]}"))
-            return [self._value(inner) for _ in range(count)]
+            return self._strings(count) if inner == _STRING else [self._value(inner) for _ in range(count)]
         if kind not in _SCALARS:
             raise struct.error
         return self._unpack(_SCALARS[kind])[0]
