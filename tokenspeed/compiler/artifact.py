@@ -7,9 +7,10 @@
     certificate.json  what was run beside one rank, and how far apart (absent with --no-certificate)
     explain.json    every collective          checkpoint.json   where the weights were (not covered by the key)
     kernels/        machine code of a GPU's kernels by Triton's keys (covered by no key: what does not fit is compiled again)
+    packed-rank*.safetensors  weights as a CPU's kernels read them, written where it is served (runtime/packed.py)
     tokenizer*.json and generation_config.json, where the model has a tokenizer (not covered by the key either)
 
-Invariant: all files but checkpoint.json and kernels/ are a pure function of source, configuration, plan, calibration table and
+Invariant: all files but checkpoint.json, kernels/ and packed weights are a pure function of source, configuration, plan, calibration table and
 tokenizer. No pickles. Loading imports neither `tokenspeed.models` nor the compiler's passes. manifest.json is written
 last, so a directory without one was left unfinished.
 """

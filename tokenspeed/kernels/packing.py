@@ -55,13 +55,40 @@ def pack(weight: Tensor | QuantWeight) -> PackedWeight:
     return packed
 
 
+def known(weight: object) -> PackedWeight | None:
+    """What `weight` was packed into, if it was."""
+    return _packed.get(weight) if isinstance(weight, Tensor | QuantWeight) else None
+
+
+def adopt(weight: Tensor | QuantWeight, data: Tensor) -> None:
+    """Has `data` u8 [tiles, tile bytes], which is copied, stand for what packing `weight` gives. ValueError where it cannot be."""
+    from tokenspeed import _cpu
+
+    layout = _layout(weight)
+    n, k = weight.shape
+    want = (-(-n // TILE), _cpu.tile_bytes(layout, -(-k // BLOCK)))
+    if data.dtype != torch.uint8 or tuple(data.shape) != want:
+        raise ValueError(f"a weight {(n, k)} is packed into u8 {want}, not {data.dtype} {tuple(data.shape)}")
+    own = _arena.take(data.numel()).view(want)
+    own.copy_(data)
+    _packed[weight] = _made(own, layout, (n, k), isinstance(weight, QuantWeight))
+
+
+def _layout(weight: Tensor | QuantWeight) -> int:
+    """TypeError for a weight that cannot be packed."""
+    if isinstance(weight, QuantWeight):
+        return _LAYOUT[weight.format]
+    if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"a dense weight must be float32 or bfloat16 [N, K], got {weight.dtype} {tuple(weight.shape)}")
+    return F32 if weight.dtype == torch.float32 else BF16
+
+
 def _made(data: Tensor, layout: int, shape: tuple[int, int], quantised: bool) -> PackedWeight:
     return PackedWeight(data, layout, shape[0], shape[1], data.data_ptr(), quantised)
 
 
 def _pack_dense(weight: Tensor) -> PackedWeight:
-    if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"a dense weight must be float32 or bfloat16 [N, K], got {weight.dtype} {tuple(weight.shape)}")
+    layout = _layout(weight)
     n, k = weight.shape
     tiles, blocks = -(-n // TILE), -(-k // BLOCK)
     padded = weight.new_zeros((tiles * TILE, blocks * BLOCK))
@@ -70,14 +97,13 @@ def _pack_dense(weight: Tensor) -> PackedWeight:
     source = padded.view(tiles, TILE, blocks * BLOCK // group, group).transpose(1, 2)
     data = _arena.take(padded.numel() * padded.itemsize)
     data.view(weight.dtype).view(source.shape).copy_(source)
-    layout = F32 if weight.dtype == torch.float32 else BF16
     return _made(data.view(tiles, -1), layout, (n, k), False)
 
 
 def _pack_quantised(weight: QuantWeight) -> PackedWeight:
     from tokenspeed import _cpu
 
-    layout = _LAYOUT[weight.format]
+    layout = _layout(weight)
     n, k = weight.shape
     tiles, blocks = -(-n // TILE), k // BLOCK
     size = _cpu.tile_bytes(layout, blocks)
@@ -109,4 +135,6 @@ def _fill_tiles(out: Tensor, codes: Codes, layout: int, tiles: int, blocks: int)
         parts.append(codes.minimum.view(tiles, TILE, blocks, 1).permute(0, 2, 3, 1))
     scales = torch.cat(parts, dim=2).to(torch.float32 if wide else torch.float16).contiguous()
     whole = torch.cat([quants.reshape(tiles, blocks, -1), scales.view(tiles, blocks, -1).view(torch.uint8)], dim=2)
-    out[:, : blocks * whole.shape[2]] = whole.view(tiles, -1)
+    used = blocks * whole.shape[2]
+    out[:, :used] = whole.view(tiles, -1)
+    out[:, used:] = 0

@@ -187,7 +187,7 @@ class EngineConfig:
         "process", choices=("process", "inproc"), help="Where the engine core runs: its own process, or a thread here"
     )
     artifact_cache: str = option(
-        "~/.cache/tokenspeed", help="Directory in which compiled artifacts are kept and found again"
+        "~/.cache/tokenspeed", help="Directory in which compiled artifacts and packed weights are kept and found again"
     )
     log_level: str = option("info", choices=("debug", "info", "warning", "error"), help="Least severity logged")
 

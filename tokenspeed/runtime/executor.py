@@ -33,6 +33,7 @@ from tokenspeed.runtime.checkpoint import Checkpoint
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.kv.tiers import RankTiers
 from tokenspeed.runtime.loader import load_weights
+from tokenspeed.runtime.packed import PackedFile
 from tokenspeed.runtime.progress import Progress
 
 RENDEZVOUS = timedelta(minutes=1)  # all ranks are about to join by then
@@ -175,8 +176,13 @@ class Executor:
         self.tiers: RankTiers | None = None  # below the pages
         registry = default_registry()
         self.kernel = lambda key: registry.get(artifact.kernels[key])
+        packed = PackedFile(artifact.path, checkpoint, config.rank) if self.device.type == "cpu" else None
+        if packed is not None:
+            packed.restore(self.params)
         self._phase("load")
         self._prepare(progress)
+        if packed is not None:
+            packed.keep(self.params)
 
     def _phase(self, name: str) -> None:
         """Ends a phase of the start."""
