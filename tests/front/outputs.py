@@ -138,6 +138,14 @@ SAMPLES: tuple[Sample, ...] = (
         called(1, "now", "{}"),
     ),
     sample(
+        "hermes arguments first that are no JSON: they are shown as written",
+        "hermes",
+        None,
+        '<tool_call>{"arguments": nullify, "name": "now"}</tool_call><tool_call>{"arguments": 5, "name": "now"}</tool_call>',
+        called(0, "now", "nullify"),
+        called(1, "now", "5"),
+    ),
+    sample(
         "hermes two objects in one block, text behind",
         "hermes",
         None,

@@ -60,16 +60,16 @@ def test_mutated_outputs_never_raise_and_never_depend_on_chunks(sample: Sample, 
 KEPT = [sample for sample in SAMPLES if sample.tool not in ("gpt-oss", "openai") and sample.name != "mistral array"]
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.sampled_from(KEPT), st.randoms(use_true_random=False))
-def test_a_word_put_anywhere_is_never_lost(sample: Sample, chance: random.Random) -> None:
-    at = chance.randrange(len(sample.text) + 1)
-    text = sample.text[:at] + "zyx" + sample.text[at:]
-    shown = "".join(
-        f"{piece.name} {piece.id}" if isinstance(piece, CallBegin) else getattr(piece, "text", "")
-        for piece in parse(sample.parser(), [text])
-    )
-    assert "zyx" in shown or '"type": "' in text[at - 20 : at]
+@pytest.mark.parametrize("word", ["zyx", '"zyx', "{zyx, "])
+@pytest.mark.parametrize("sample", KEPT, ids=lambda sample: sample.name)
+def test_a_word_put_anywhere_is_never_lost(sample: Sample, word: str) -> None:
+    for at in range(len(sample.text) + 1):
+        text = sample.text[:at] + word + sample.text[at:]
+        shown = "".join(
+            f"{piece.name} {piece.id}" if isinstance(piece, CallBegin) else getattr(piece, "text", "")
+            for piece in parse(sample.parser(), [text])
+        )
+        assert "zyx" in shown or '"type": "' in text[at - 20 : at], text
 
 
 LONG = (

@@ -10,8 +10,8 @@
     packed-rank*.safetensors  weights as a CPU's kernels read them, written where it is served (runtime/packed.py)
     tokenizer*.json and generation_config.json, where the model has a tokenizer (not covered by the key either)
 
-Invariant: all files but checkpoint.json, kernels/ and packed weights are a pure function of source, configuration, plan, calibration table and
-tokenizer. No pickles. Loading imports neither `tokenspeed.models` nor the compiler's passes. manifest.json is written
+Invariant: all files but checkpoint.json, kernels/ and packed weights are a pure function of source, configuration, plan,
+calibration table and tokenizer. No pickles. Loading imports neither `tokenspeed.models` nor the compiler's passes. manifest.json is written
 last, so a directory without one was left unfinished.
 """
 

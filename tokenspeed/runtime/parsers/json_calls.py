@@ -180,7 +180,7 @@ def _text(raw: str) -> str:
     if raw.startswith('"'):
         text = StringText()
         return text.feed(raw) + text.finish()
-    return raw if raw.startswith(("{", "[")) else ""
+    return "" if raw == "null" else raw
 
 
 def _rest(reader: Reader) -> Step[None]:
