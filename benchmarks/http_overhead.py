@@ -6,7 +6,8 @@
                         requests included: a stream is one of 400 tokens, and ends and begins at its own time
     client_cpu          the share of one core that the load generator took (http_load.cpp, compiled here)
 
-Each wire format in turn (--wire). Server, core and load generator share the machine.
+Each wire format in turn (--wire),
+with --tools in requests that offer a tool, as agents' do. Server, core and load generator share the machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ WIRES: dict[str, tuple[str, dict[str, Any], str]] = {  # path, body, the field o
     "completions": ("/v1/completions", {"prompt": TEXT}, "max_tokens"),
     "responses": ("/v1/responses", {"model": "smollm2", "input": TEXT, "store": False}, "max_output_tokens"),
     "messages": ("/v1/messages", {"model": "smollm2", "messages": MESSAGES}, "max_tokens"),
+}
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+FUNCTION = {"name": "shell", "description": "Run a command.", "parameters": SCHEMA}
+TOOLS: dict[str, dict[str, Any]] = {  # by wire
+    "chat": {"type": "function", "function": FUNCTION},
+    "responses": {"type": "function", **FUNCTION},
+    "messages": {"name": "shell", "description": "Run a command.", "input_schema": SCHEMA},
 }
 
 
@@ -71,9 +79,13 @@ def _ready(url: str) -> bool:
         return False
 
 
-def load(tool: Path, pid: int, port: int, wire: str, streams: int, rate: float, seconds: float) -> dict[str, float]:
+def load(
+    tool: Path, pid: int, port: int, wire: str, streams: int, rate: float, seconds: float, *, tools: bool
+) -> dict[str, float]:
     """One run of the load generator and the server's CPU meanwhile."""
     path, body, field = WIRES[wire]
+    if tools:
+        body = {**body, "tools": [TOOLS[wire]]}
     bodies = []
     for name, tokens in (("stream", "@@@@@"), ("probe", 2)):
         bodies.append(tool.parent / f"{name}.json")
@@ -103,18 +115,21 @@ def load(tool: Path, pid: int, port: int, wire: str, streams: int, rate: float, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", action="append", choices=WIRES, help="a wire format (repeatable; default: chat)")
+    parser.add_argument("--tools", action="store_true", help="each request offers a tool")
     parser.add_argument("--streams", type=int, default=256, help="streams beside which further requests come (256)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the loaded run of each format (30)")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     args = parser.parse_args()
+    if args.tools and not TOOLS.keys() >= set(args.wire or []):
+        parser.error("completions take no tools: leave out --tools or --wire completions")
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tool = Path(folder) / "http_load"
         subprocess.run(["g++", "-O2", "-std=c++20", "-o", tool, HERE / "http_load.cpp"], check=True)
         for wire in args.wire or ["chat"]:
             with server() as (pid, port):
-                alone = load(tool, pid, port, wire, 0, 0, 5)
-                loaded = load(tool, pid, port, wire, args.streams, 5, args.seconds)
+                alone = load(tool, pid, port, wire, 0, 0, 5, tools=args.tools)
+                loaded = load(tool, pid, port, wire, args.streams, 5, args.seconds, tools=args.tools)
             rows[wire] = {
                 "first_byte_p50_us": alone["p50_us"], "first_byte_p99_us": loaded["p99_us"],
                 "token_cpu_us": loaded["token_cpu_us"], "client_cpu": loaded["client_cpu"],

@@ -11,9 +11,19 @@ class Lanes:
         """`texts`: each token's text as a JSON string without its quotes; None for one that is not plain."""
 
     def open(
-        self, request: int, *, fd: int, head: bytes, middle: bytes, end: bytes, number: int | None, last: float
+        self,
+        request: int,
+        *,
+        fd: int,
+        head: bytes,
+        middle: bytes,
+        end: bytes,
+        number: int | None,
+        last: float,
+        marks: bytes | None = None,
     ) -> None:
-        """Events are head "text" middle [number] end; `last`: when the last token came, seconds. ValueError for a second lane."""
+        """Events are head "text" middle [number] end; `last`: when the last token came, seconds; `marks`: bytes that no plain
+        token has, nor does it then end in white space (None: no such rule). ValueError for a second lane."""
 
     def close(self, request: int) -> tuple[list[int], int, float]:
         """(tokens that were written, events that they were, when the last one came). ValueError without a lane."""

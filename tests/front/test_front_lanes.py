@@ -183,7 +183,7 @@ async def test_what_took_a_lane_is_told_before_the_end(ends: tuple[socket.socket
             await asyncio.sleep(0)
 
     await comes(tokens[0])
-    stream.forward(Lane(ends[0].fileno(), form.head, form.middle, form.end, None, lambda data: None))
+    stream.forward(Lane(ends[0].fileno(), form.head, form.middle, form.end, None, None, lambda data: None))
     for _ in range(3):
         await comes(tokens[1])
     assert len(told) == 1 and ends[1].recv(1 << 20) == chunk(form.fill(" two")) * 3
@@ -207,5 +207,45 @@ def test_all_ways_write_the_same_stream(wire: str) -> None:
         with AppServer(scripted_core.run_player, ServerConfig(), direct=direct, max_model_len=4096) as server:
             server.play(text)
             body = server.post(wire, {**asked, "stream": True}).raise_for_status().text
+            found.append(re.sub(r'"(?:id|item_id|created|created_at|completed_at)":\s*(?:"[^"]*"|\d+)', "", body))
+    assert found[0] == found[1]
+
+
+MARKED = [" word", "<", "a<b", "end ", "tab\t", "line\n", '"', "[x", "日本", "\u3000", " ◁"]
+
+
+@pytest.mark.parametrize("marks", [b"", b"<", b"<[", "◁".encode()[:1]])
+def test_where_marks_are_looked_for_no_token_that_may_begin_one_or_ends_in_white_space_is_plain(marks: bytes) -> None:
+    texts = [json.dumps(word, ensure_ascii=False)[1:-1].encode() for word in MARKED]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        lanes = Lanes(texts)
+        for token, word in enumerate(MARKED):
+            lanes.open(token, fd=ours.fileno(), head=b"", middle=b"", end=b"", number=None, last=0.0, marks=marks)
+            rest = lanes.step_plain(array("q", [token, token]).tobytes(), 1.0, TokenDelta)[0]
+            has_mark = any(mark in word.encode() for mark in marks)
+            assert bool(rest) == (has_mark or word[-1] in ' \t\n"'), word
+
+
+@pytest.mark.parametrize("wire", [CHAT, MESSAGES, RESPONSES])
+def test_all_ways_write_the_same_stream_where_a_tool_may_be_called(wire: str) -> None:
+    """Text before, between and after calls, with what only begins like one."""
+    call = '<tool_call>\n{"name": "%s", "arguments": {"command": "a < b"}}\n</tool_call>'
+    text = f"plain words, a < b and <tool \n\n and on\n{call % 'shell'}\n日本語 then more words {call % 'shell'} and an end 🦜. \n"
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}}
+    flat = {"name": "shell", "description": "Run."}
+    tool = {
+        CHAT: {"type": "function", "function": {**flat, "parameters": schema}},
+        MESSAGES: {**flat, "input_schema": schema},
+        RESPONSES: {"type": "function", **flat, "parameters": schema},
+    }[wire]
+    asked = {**request(wire), "tools": [tool], "stream": True}
+    found = []
+    for direct in (True, False):
+        with AppServer(scripted_core.run_player, ServerConfig(), direct=direct, max_model_len=4096) as server:
+            server.play(text)
+            body = server.post(wire, asked).raise_for_status().text
+            assert body.count('"shell"') >= 2
+            body = re.sub(r"call_[0-9a-f]+|toolu_[0-9a-zA-Z]+", "", body)
             found.append(re.sub(r'"(?:id|item_id|created|created_at|completed_at)":\s*(?:"[^"]*"|\d+)', "", body))
     assert found[0] == found[1]

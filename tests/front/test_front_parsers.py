@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.front.fuzz_parsers import check, mutant
-from tests.front.outputs import SAMPLES, TOOLS, Sample, all_splits, parse
+from tests.front.outputs import SAMPLES, TOOLS, Sample, all_splits, joined, parse
 from tokenspeed.runtime.parsers import (
     REASONING_ALIASES,
     REASONING_PARSERS,
@@ -36,6 +36,23 @@ def test_every_split_of_an_output_gives_its_pieces(sample: Sample) -> None:
     assert parse(sample.parser(), [sample.text]) == sample.pieces
     for chunks in all_splits(sample.text):
         assert parse(sample.parser(), chunks) == sample.pieces, chunks
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_text_that_is_content_as_it_stands_need_not_be_fed(sample: Sample) -> None:
+    for chunks in [[sample.text], list(sample.text), *all_splits(sample.text)]:
+        parser, pieces = sample.parser(), []
+        for chunk in chunks:
+            pieces += [Content(chunk)] if parser.is_content(chunk) else parser.feed(chunk)
+        assert joined([*pieces, *parser.finish()]) == sample.pieces, chunks
+
+
+@pytest.mark.parametrize("tool", TOOL_PARSERS)
+def test_words_of_an_answer_with_tools_are_content_as_they_stand(tool: str) -> None:
+    parser = make_parser(tool, None, tools=TOOLS)
+    parser.feed("Now then")
+    assert parser.marks and parser.is_content(" we") and not parser.is_content(" we ")
+    assert not parser.is_content(parser.marks[:1].decode("latin-1"))
 
 
 def test_every_parser_has_samples() -> None:

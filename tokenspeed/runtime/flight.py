@@ -185,7 +185,7 @@ class Flight:
             return
         live.lane = lane
         form = {"head": lane.head, "middle": lane.middle, "end": lane.end}
-        self.lanes.open(request_id, fd=lane.fd, **form, number=lane.number, last=live.last_token)
+        self.lanes.open(request_id, fd=lane.fd, **form, number=lane.number, last=live.last_token, marks=lane.marks)
 
     def settle(self, stream: RequestStream) -> None:
         for request_id in stream.request_ids:

@@ -21,6 +21,7 @@ class Lane:
     middle: bytes
     end: bytes
     number: int | None
+    marks: bytes | None  # first bytes of what would end it within text; None: nothing does
     unsent: Callable[[bytes], None]  # takes what the socket did not
 
 

@@ -1,9 +1,10 @@
 // The plain tokens of a step, written to the sockets of their streams in one call.
 //
 // A lane is a stream of which nothing can come next but text, in events of one form: HEAD "text" MIDDLE [number END],
-// each as a chunk of HTTP/1.1. Invariant: the bytes are those that the event's frame in Python would have given, and
-// whatever is not a plain token of an open lane is handed back untouched, with all that comes behind it on its lane.
-// What a lane has written is told when it is closed.
+// each as a chunk of HTTP/1.1. Where marks may come (of a tool call, say), no token is plain that has a byte with which
+// one begins, nor one that ends in white space. Invariant: the bytes are those that the event's frame in Python would
+// have given, and whatever is not a plain token of an open lane is handed back untouched, with all that comes behind it
+// on its lane. What a lane has written is told when it is closed.
 #include <Python.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -32,6 +33,7 @@ struct Lane {
   std::string head, middle, end;
   std::optional<std::int64_t> number;  // of the next event, where events are numbered
   double last;                         // when its last token came, seconds
+  const std::vector<bool>* plain;      // of each token
   std::vector<std::int64_t> tokens;    // written
   std::int64_t events = 0;             // written
   bool held = false;                   // something that is not plain came: the rest is for the caller
@@ -60,12 +62,14 @@ class Lanes {
     for (const auto& text : texts) {
       texts_.emplace_back(bytes_.size(), text ? text->size() : 0);
       if (text) bytes_ += *text;
+      plain_.push_back(text && !text->empty());
     }
   }
 
   void OpenLane(std::int64_t request, int fd, std::string head, std::string middle, std::string end,
-                std::optional<std::int64_t> number, double last) {
-    const Lane lane{fd, std::move(head), std::move(middle), std::move(end), number, last, {}};
+                std::optional<std::int64_t> number, double last, const std::optional<std::string>& marks) {
+    const Lane lane{
+        fd, std::move(head), std::move(middle), std::move(end), number, last, marks ? &Among(*marks) : &plain_, {}};
     if (!lanes_.try_emplace(request, lane).second) throw std::invalid_argument("the request has a lane already");
   }
 
@@ -110,6 +114,19 @@ class Lanes {
   }
 
  private:
+  // Which tokens are plain where marks that begin with these bytes are looked for. Few different ones are asked for.
+  const std::vector<bool>& Among(const std::string& marks) {
+    const auto [found, fresh] = among_.try_emplace(marks, plain_);
+    if (!fresh) return found->second;
+    const std::string never = marks + '\\';  // what is escaped in JSON may be white space, or a mark's byte
+    for (std::size_t token = 0; token < texts_.size(); ++token) {
+      if (!plain_[token]) continue;
+      const std::string_view text = std::string_view(bytes_).substr(texts_[token].first, texts_[token].second);
+      found->second[token] = text.back() != ' ' && text.find_first_of(never) == std::string_view::npos;
+    }
+    return found->second;
+  }
+
   void Begin() {
     step_.clear();
     chunks_.clear();
@@ -154,9 +171,9 @@ class Lanes {
 
   // Whether a lane takes tokens_, which come `bare`; once it does not, it takes nothing more.
   bool Open(Lane& lane, bool bare) const {
-    const auto plain = [this](std::int64_t id) {
-      return id >= 0 && id < static_cast<std::int64_t>(texts_.size()) &&
-             texts_[static_cast<std::size_t>(id)].second > 0;
+    const auto plain = [&lane](std::int64_t id) {
+      return id >= 0 && id < static_cast<std::int64_t>(lane.plain->size()) &&
+             (*lane.plain)[static_cast<std::size_t>(id)];
     };
     lane.held |= !bare || tokens_.empty() || !std::all_of(tokens_.begin(), tokens_.end(), plain);
     return !lane.held && !lane.full;
@@ -191,7 +208,9 @@ class Lanes {
                    finish_reason_ = Interned("finish_reason"), logprobs_ = Interned("logprobs");
   std::string bytes_;
   std::vector<std::pair<std::size_t, std::size_t>>
-      texts_;  // of each token: where its text is in bytes_, and its length
+      texts_;                // of each token: where its text is in bytes_, and its length
+  std::vector<bool> plain_;  // of each token, where no marks are looked for
+  std::unordered_map<std::string, std::vector<bool>> among_;  // by the first bytes of marks
   std::unordered_map<std::int64_t, Lane> lanes_;
   std::string step_, event_;
   std::vector<std::int64_t> tokens_;  // of the delta that is looked at
@@ -205,7 +224,7 @@ PYBIND11_MODULE(_lanes, m) {
   py::class_<Lanes>(m, "Lanes")
       .def(py::init<const std::vector<std::optional<std::string>>&>(), py::arg("texts"))
       .def("open", &Lanes::OpenLane, py::arg("request"), py::kw_only(), py::arg("fd"), py::arg("head"),
-           py::arg("middle"), py::arg("end"), py::arg("number"), py::arg("last"))
+           py::arg("middle"), py::arg("end"), py::arg("number"), py::arg("last"), py::arg("marks") = py::none())
       .def("close", &Lanes::Close, py::arg("request"))
       .def("step", &Lanes::Step, py::arg("deltas"), py::arg("now"))
       .def("step_plain", &Lanes::StepPlain, py::arg("pairs"), py::arg("now"), py::arg("make"));

@@ -11,7 +11,7 @@ from tokenspeed.runtime.parsers.notation import Notation
 from tokenspeed.runtime.parsers.output import Emitter, OutputParser
 from tokenspeed.runtime.parsers.pieces import Tool
 from tokenspeed.runtime.parsers.python_calls import Pythonic
-from tokenspeed.runtime.parsers.reader import Reader, Step
+from tokenspeed.runtime.parsers.reader import Reader, Step, markers
 from tokenspeed.runtime.parsers.reasoning import THINKING
 from tokenspeed.runtime.parsers.tagged_calls import deepseek_v32, glm45, minimax_m2, qwen3_coder
 
@@ -100,13 +100,7 @@ def make_parser(
 
 def _content(reader: Reader, emitter: Emitter) -> Step[None]:
     """Content to the end of the output."""
-    while True:
-        if reader.at < len(reader.text):
-            emitter.content(reader.text[reader.at :])
-            reader.at = len(reader.text)
-        if reader.ended:
-            return
-        yield
+    yield from reader.until(markers(), emitter.content)
 
 
 def families(architecture: str, template_source: str) -> tuple[str | None, str | None]:

@@ -37,6 +37,11 @@ class Emitter:
         self._index = -1
         self._open = False
 
+    @property
+    def settled(self) -> bool:
+        """Whether content has begun and none of it is held back."""
+        return self._kind == "content" and not (self._space or self._strip or self._open)
+
     def reasoning(self, text: str) -> None:
         """Text that was thought."""
         self._text("reasoning", text, True)
@@ -155,6 +160,27 @@ class OutputParser:
         self._steps = grammar(self._reader, self._emitter) if grammar else None
         if self._steps:
             next(self._steps)
+
+    @property
+    def marks(self) -> bytes | None:
+        """First bytes of the marks that are looked for, while text without one is content as it stands; None while it is not.
+
+        Text without these bytes that does not end in white space need not be fed then.
+        """
+        if self._steps is None or not self._emitter.settled:
+            return None
+        found = self._reader.passing(self._emitter.content)
+        return None if found is None else found.first_bytes
+
+    def is_content(self, text: str) -> bool:
+        """Whether `text` is content as it stands, and need not be fed."""
+        if self._steps is None:
+            return True
+        marks = self.marks
+        if marks is None or not text or text[-1] in _WHITE:
+            return False
+        raw = text.encode()
+        return not any(mark in raw for mark in marks)
 
     @property
     def plain(self) -> bool:

@@ -23,17 +23,19 @@ _SCALAR = re.compile(r"[-+.\w]*")
 _BETWEEN = re.compile(r"[\s,:\w.+-]*")  # what stands between strings and brackets of JSON
 _IN_STRING = re.compile(r'[^"\\]*')
 _CLOSER = {"{": "}", "[": "]"}
+_NEVER = "(?!)"  # a pattern that nothing matches
 
 
 class Markers:
     """Strings to look for, none the beginning of another. Whichever begins first in the text is found."""
 
-    __slots__ = ("_begun", "_whole", "texts")
+    __slots__ = ("_begun", "_whole", "first_bytes", "texts")
 
     def __init__(self, *texts: str) -> None:
         self.texts = frozenset(texts)
-        self._whole = re.compile("|".join(map(re.escape, texts)))
-        self._begun = re.compile("|".join(map(_prefixes, texts)))
+        self.first_bytes = bytes(sorted({text.encode()[0] for text in texts}))
+        self._whole = re.compile("|".join(map(re.escape, texts)) or _NEVER)
+        self._begun = re.compile("|".join(map(_prefixes, texts)) or _NEVER)
 
     def search(self, text: str, at: int, *, ended: bool) -> re.Match[str] | None:
         """The first marker from `at` on, or, unless `ended`, what may become one at the end of the text."""
@@ -57,13 +59,20 @@ def markers(*texts: str) -> Markers:
 class Reader:
     """Text, the place in it, and whether more can come. Text before the place is dropped unless it is kept."""
 
-    __slots__ = ("_kept", "at", "ended", "text")
+    __slots__ = ("_kept", "_passing", "at", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
         self._kept = -1
+        self._passing: tuple[Markers, Sink] | None = None  # what `until` looks for, and whom it gives text
+
+    def passing(self, sink: Sink) -> Markers | None:
+        """What is looked for, while all text was read and `sink` is given all that comes before a marker; None otherwise."""
+        if self._passing is None or self._passing[1] != sink or self.at < len(self.text) or self._kept >= 0:
+            return None
+        return self._passing[0]
 
     def add(self, chunk: str) -> None:
         """More text."""
@@ -98,7 +107,9 @@ class Reader:
                 return found[0]
             if self.ended:
                 return None
+            self._passing = markers, sink
             yield
+            self._passing = None
 
     def word(self, markers: Markers, limit: int = NAME_LIMIT) -> Step[tuple[str, str] | None]:
         """(text before the first marker, that marker); None when more than `limit` characters stand before it."""

@@ -21,7 +21,7 @@ from tokenspeed.runtime.request_stream import RequestStream
 from tokenspeed.runtime.sampling_params import SamplingParams
 from tokenspeed.runtime.scoring import prompt_logprobs
 from tokenspeed.runtime.server.errors import error_object
-from tokenspeed.runtime.server.frame import Frame, event
+from tokenspeed.runtime.server.frame import Form, Frame, event
 from tokenspeed.runtime.server.protocol import CompletionRequest
 from tokenspeed.runtime.server.render import completion_logprobs, token_name, token_pieces, usage_object
 from tokenspeed.runtime.server.served import Served
@@ -116,8 +116,8 @@ class _Answer:
             self._sent[index] = offset + sum(map(len, token_pieces(self._llm.tokenizer, delta)))
         return self._event(self._choice(index, delta, _Echo(), offset))
 
-    def form(self) -> tuple[Frame, int | None] | None:
-        return (self._frame(0), None) if self._bare else None
+    def form(self) -> Form | None:
+        return Form(self._frame(0), None, None) if self._bare else None
 
     def passed(self, delta: OutputDelta) -> None:
         pass

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tokenspeed.runtime.lanes import Lane
-from tokenspeed.runtime.server.frame import Frame
+from tokenspeed.runtime.server.frame import Form
 
 _KEY = "tokenspeed.send"  # in a scope: the server's own send
 
@@ -59,7 +59,7 @@ class Wire:
             cycle.transport.write(b"".join((head, chunk, b"\r\n")))
         return True
 
-    def lane(self, frame: Frame, number: int | None) -> Lane | None:
+    def lane(self, form: Form) -> Lane | None:
         """The way past the transport for events of this form; None while it holds bytes, or where there is no way.
 
         Close the lane before the next `write`.
@@ -71,7 +71,7 @@ class Wire:
             return None
         if self._fd < 0:  # a descriptor of our own: that of the connection may be another's once it is closed
             self._fd = os.dup(cycle.transport.get_extra_info("socket").fileno())
-        return Lane(self._fd, frame.head, frame.middle, frame.end, number, self._unsent)
+        return Lane(self._fd, form.frame.head, form.frame.middle, form.frame.end, form.number, form.marks, self._unsent)
 
     def _unsent(self, data: bytes) -> None:
         assert self._cycle is not None

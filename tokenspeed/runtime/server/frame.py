@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,3 +41,11 @@ class Frame:
         if number is None:
             return b"".join((self.head, _encode(text), self.middle))
         return b"".join((self.head, _encode(text), self.middle, b"%d" % number, self.end))
+
+
+class Form(NamedTuple):
+    """How an answer goes on while nothing but text can come next."""
+
+    frame: Frame
+    number: int | None  # of the next event, where events are numbered
+    marks: bytes | None  # first bytes of what would be no text (OutputParser.marks); None: all that comes is text

@@ -64,9 +64,16 @@ class Choice:
 
     @property
     def open_text(self) -> Block | None:
-        """The open text, if nothing but more of it can come before the end: so it is with nearly every token of a plain answer."""
+        """The open text, if nothing but more of it can come before the end or a mark: so it is with nearly every token of an answer."""
         block = self.blocks.open
-        return block if block is not None and block.kind == "text" and self._parser.plain else None
+        if block is None or block.kind != "text":
+            return None
+        return block if self._parser.plain or self._parser.marks is not None else None
+
+    @property
+    def marks(self) -> bytes | None:
+        """First bytes of the marks that the open text can go on to; None: there are none."""
+        return self._parser.marks
 
     def grow(self, delta: OutputDelta) -> Block | None:
         """The open text, if all that the delta does is to grow it by its text.
@@ -76,6 +83,9 @@ class Choice:
         block = self.open_text
         if block is None or delta.logprobs is not None or delta.finish_reason is not None or not delta.text:
             return None
+        if not delta.written and not self._parser.is_content(delta.text):
+            return None
+        self._thinking = False
         self.token_ids += delta.token_ids
         block.parts.append(delta.text)
         return block

@@ -21,7 +21,7 @@ from tokenspeed.runtime.errors import EngineError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.request_stream import RequestStream
 from tokenspeed.runtime.server.direct import Wire
-from tokenspeed.runtime.server.frame import Frame
+from tokenspeed.runtime.server.frame import Form
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,13 +35,13 @@ class Events(Protocol):
     """How a wire writes one answer: the bytes of whole events, none where there is nothing to tell.
 
     `begin` is called first, then `news` for each delta (`at`: its stream), then `end`; `fail` stands for the rest where one
-    of them raises an EngineError. `form` says how the only choice goes on while nothing but text can come next, and which
-    number its next event has; `passed` is told a delta whose events were written so.
+    of them raises an EngineError. `form` says how the only choice goes on while nothing but text can
+    come next; `passed` is told a delta whose events were written so.
     """
 
     async def begin(self) -> bytes: ...
     def news(self, at: int, delta: OutputDelta) -> bytes: ...
-    def form(self) -> tuple[Frame, int | None] | None: ...
+    def form(self) -> Form | None: ...
     def passed(self, delta: OutputDelta) -> None: ...
     def end(self) -> bytes: ...
     def fail(self, fault: EngineError) -> bytes: ...
@@ -150,7 +150,7 @@ class EventStream(Response):
         form = self._events.form()
         if form is None or self._wire is None:
             return
-        if (lane := self._wire.lane(*form)) is not None:
+        if (lane := self._wire.lane(form)) is not None:
             self._streams[0].forward(lane)
 
     def _send(self, chunk: bytes) -> None:

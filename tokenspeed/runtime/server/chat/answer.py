@@ -14,7 +14,7 @@ from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Grew, News, Opened
 from tokenspeed.runtime.server.chat.request import ChatRequest
 from tokenspeed.runtime.server.errors import error_object
-from tokenspeed.runtime.server.frame import Frame, event
+from tokenspeed.runtime.server.frame import Form, Frame, event
 from tokenspeed.runtime.server.render import chat_logprobs, usage_object
 from tokenspeed.runtime.server.run import Choice, Run, begin
 from tokenspeed.runtime.server.served import Served
@@ -104,8 +104,9 @@ class Answer:
             chunks.append(self._chunk(delta, parts[-1] if parts else {}))
         return b"".join(chunks)
 
-    def form(self) -> tuple[Frame, int | None] | None:
-        return (self._frame(0), None) if self._bare and self._run.choices[0].open_text else None
+    def form(self) -> Form | None:
+        choice = self._run.choices[0]
+        return Form(self._frame(0), None, choice.marks) if self._bare and choice.open_text else None
 
     def passed(self, delta: OutputDelta) -> None:
         self._run.choices[0].grow(delta)

@@ -14,7 +14,7 @@ from tokenspeed.runtime.errors import EngineError, UnavailableError
 from tokenspeed.runtime.outputs import OutputDelta
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, Opened
 from tokenspeed.runtime.server.errors import anthropic_error, status_of
-from tokenspeed.runtime.server.frame import Frame, named_event
+from tokenspeed.runtime.server.frame import Form, Frame, named_event
 from tokenspeed.runtime.server.messages.request import NAMES, CountRequest, MessagesRequest
 from tokenspeed.runtime.server.run import Run, begin, prompt
 from tokenspeed.runtime.server.served import Served
@@ -89,9 +89,9 @@ class _Answer:
                 events += [named_event(payload) for payload in _events(item)]
         return b"".join(events)
 
-    def form(self) -> tuple[Frame, int | None] | None:
+    def form(self) -> Form | None:
         block = self._choice.open_text
-        return (self._frame(block), None) if block is not None else None
+        return Form(self._frame(block), None, self._choice.marks) if block is not None else None
 
     def passed(self, delta: OutputDelta) -> None:
         self._choice.grow(delta)

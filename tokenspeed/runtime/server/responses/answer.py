@@ -15,7 +15,7 @@ from tokenspeed.runtime.errors import EngineError, UnavailableError
 from tokenspeed.runtime.outputs import OutputDelta, Usage
 from tokenspeed.runtime.server.blocks import Block, Closed, Grew, News, Opened
 from tokenspeed.runtime.server.errors import status_of
-from tokenspeed.runtime.server.frame import Frame, named_event
+from tokenspeed.runtime.server.frame import Form, Frame, named_event
 from tokenspeed.runtime.server.responses.items import seal
 from tokenspeed.runtime.server.responses.request import ResponsesRequest
 from tokenspeed.runtime.server.run import Run
@@ -91,9 +91,12 @@ class Answer:
                 events += [self._event(payload) for payload in self._news(item)]
         return b"".join(events)
 
-    def form(self) -> tuple[Frame, int | None] | None:
-        block = self.outcome.choices[0].open_text if isinstance(self.outcome, Run) else None
-        return (self._frame(block), self._numbers) if block is not None else None
+    def form(self) -> Form | None:
+        if not isinstance(self.outcome, Run):
+            return None
+        choice = self.outcome.choices[0]
+        block = choice.open_text
+        return Form(self._frame(block), self._numbers, choice.marks) if block is not None else None
 
     def passed(self, delta: OutputDelta) -> None:
         assert isinstance(self.outcome, Run), "a delta comes of a run"
