@@ -31,6 +31,7 @@ def exported() -> dict[str, set[str]]:
         Stats(
             steps=1,
             page_bytes=1,
+            window_pages={"held": 1},
             host={"total": 2, "free": 1},
             hit_tokens={"device": 1},
             storage={"bytes_read": 1, "pages_read": 1},

@@ -41,5 +41,15 @@ def test_tiers_by_kind() -> None:
     assert seen[f"plan_seconds_total{{{labels}}}"] == 0.25 and seen[f"decode_skips_total{{{labels}}}"] == 2
 
 
-def test_an_engine_without_tiers_shows_none() -> None:
-    assert not any("host" in name or "storage" in name or "transfer" in name for name in shown(Stats(steps=1)))
+def test_an_engine_without_tiers_and_windows_shows_none() -> None:
+    names = shown(Stats(steps=1))
+    assert not any("host" in name or "storage" in name or "transfer" in name or "window" in name for name in names)
+
+
+def test_pages_of_windowed_layers_by_state() -> None:
+    seen = shown(Stats(steps=1, window_pages={"held": 3, "cached": 5, "free": 2}))
+    assert [seen[f'window_kv_pages{{model_name="m",state="{state}"}}'] for state in ("held", "cached", "free")] == [
+        3,
+        5,
+        2,
+    ]

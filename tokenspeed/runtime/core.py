@@ -356,6 +356,9 @@ class EngineLoop:
             queue_age_steps=s["queue_age_steps"], decode_skips=s["decode_skips"], decode_stall_tokens=s["decode_stall_tokens"],
             plan_seconds=s["plan_seconds"],
         )  # fmt: skip
+        if total := s["window_pages_total"]:
+            free, cached = s["window_pages_free"], s["window_pages_idle"]
+            stats.window_pages = {"held": total - free - cached, "cached": cached, "free": free}
         if self.ranks.tiers is not None:
             stats.hit_tokens = {tier: s[f"hit_tokens_{tier}"] for tier in ("device", "host", "storage")}
             stats.host = {what: s[f"host_pages_{what}"] for what in ("total", "free", "cached")}

@@ -94,6 +94,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (rate("prefix_cache_hits_by_tier", "", by="tier"),),
             stacked=True,
         ),
+        Panel(
+            "Pages of windowed layers",
+            "short",
+            ((f"sum by (state) ({PREFIX}window_kv_pages{_ONE})", ""),),
+            stacked=True,
+        ),
         Panel("Host memory", "bytes", (gauge("host_kv_bytes", "held"), gauge("host_kv_capacity_bytes", "capacity"))),
         Panel("Transfers", "Bps", (rate("kv_transfer_bytes", "", by="kind"),)),
         Panel("Pages that did not arrive, a second", "short", (rate("kv_transfer_missing_pages", "", by="kind"),)),

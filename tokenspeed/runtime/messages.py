@@ -120,6 +120,9 @@ class Stats:
     kv_pages_total: int = 0
     kv_pages_free: int = 0
     kv_pages_cached: int = 0
+    window_pages: dict[str, int] = field(
+        default_factory=dict
+    )  # of windowed layers: held, cached, free; none without them
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     retractions: int = 0

@@ -68,13 +68,15 @@ class _CoreTotals(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
-        yield from self._tiers()
+        yield from self._labelled()
 
-    def _tiers(self) -> Iterable[Metric]:
-        """Families with a further label; empty without a host tier."""
+    def _labelled(self) -> Iterable[Metric]:
+        """Families with a further label; each is absent where the server has no such thing."""
         stats, (names, values) = self.stats, self._labels
         by_kind = stats.transfers.items()
         families: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str, dict[str, int]], ...] = (
+            (GaugeMetricFamily, "window_kv_pages", "Device pages of layers that see a window: held by requests, cached, free", "state",
+             stats.window_pages),
             (CounterMetricFamily, "prefix_cache_hits_by_tier", "Prompt tokens found, by where", "tier", stats.hit_tokens),
             (CounterMetricFamily, "kv_transfer_bytes", "Bytes that arrived in another tier", "kind",
              {kind: of["pages"] * stats.page_bytes for kind, of in by_kind}),
