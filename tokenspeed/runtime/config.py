@@ -142,8 +142,8 @@ class EngineConfig:
     kv_storage: str = option(
         "",
         check=check_address,
-        help="Where KV pages outlive the server, behind the host memory: `file:///FOLDER?limit=100GiB` or "
-        "`redis://HOST:PORT/0`, each also with `timeout=SECONDS` (docs/kv-tiers.md)",
+        help="Where KV pages outlive the server, behind the host memory: `file:///FOLDER?limit=100GiB`, "
+        "`redis://HOST:PORT/0` or `mooncake://HOST:PORT?host=NAME`, each also with `timeout=SECONDS` (docs/kv-tiers.md)",
     )
     overlap_depth: int = option(
         1, choices=(0, 1), help="Steps planned and launched before the tokens of the last one are back; 0: synchronous"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 from tokenspeed.runtime.kv.record import Bytes
 
@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 TIMEOUT = 10.0  # seconds that a transfer may take where the address names none
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS["TB"] = 10**12
+_SETTINGS = {
+    "file": ("limit", "timeout"),
+    "redis": ("timeout",),
+    "rediss": ("timeout",),
+    "mooncake": ("host", "memory", "protocol", "timeout"),
+}
 _QUIET = 60.0  # seconds between two warnings of one kind
 
 
@@ -86,35 +92,44 @@ class Tally:
 class Address:
     """A parsed `--kv-storage`."""
 
-    scheme: str  # file, redis or rediss
-    location: str  # the folder, or the server's URL
-    limit: int  # bytes at most; 0: the server's own
+    scheme: str  # file, redis, rediss or mooncake
+    location: str  # the folder, the server's URL, or host and port of the master
+    limit: int  # bytes at most, 0: the server's own; of mooncake, bytes that a rank lends
     timeout: float  # seconds after which a transfer is given up
+    host: str = ""  # of mooncake: the name that others reach this machine by
+    protocol: str = ""  # of mooncake: tcp or rdma
 
     @property
     def shown(self) -> str:
         """For a log: without user and password."""
         if self.scheme == "file":
             return f"{self.location}, at most {self.limit / 2**30:.1f} GiB"
+        if self.scheme == "mooncake":
+            return (
+                f"mooncake://{self.location} over {self.protocol}, to which a rank lends {self.limit / 2**30:.1f} GiB"
+            )
         parts = urlsplit(self.location)
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def parse_address(text: str) -> Address:
-    """`file:///folder?limit=100GiB` or `redis://host:port/0`, each with `timeout=SECONDS`. ValueError says what is wrong."""
+    """`file:///folder?limit=100GiB`, `redis://host:port/0` or `mooncake://host:port?host=NAME&memory=16GiB&protocol=rdma`, each
+    with `timeout=SECONDS`. ValueError says what is wrong."""
     parts = urlsplit(text)
-    if parts.scheme not in ("file", "redis", "rediss"):
-        raise ValueError("expected file:///FOLDER?limit=100GiB or redis://HOST:PORT/0")
+    if parts.scheme not in _SETTINGS:
+        raise ValueError("expected file:///FOLDER?limit=100GiB, redis://HOST:PORT/0 or mooncake://HOST:PORT?host=NAME")
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     given = dict(pairs)
     if len(given) < len(pairs):
         raise ValueError("each setting is given once")
     if parts.fragment or "\0" in unquote(text):
         raise ValueError("a # in it is written %23, and no name holds a NUL")
-    known = {"limit", "timeout"} if parts.scheme == "file" else {"timeout"}
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"{parts.scheme} takes {' and '.join(sorted(known))}, not {unknown[0]}")
+    known = _SETTINGS[parts.scheme]
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"{parts.scheme} takes {' and '.join(known)}, not {unknown[0]}")
     timeout = _seconds(given.get("timeout", ""))
+    if parts.scheme == "mooncake":
+        return _mooncake(parts, given, timeout)
     if parts.scheme != "file":
         return Address(parts.scheme, urlunsplit(parts._replace(query="")), 0, timeout)
     folder = os.path.normpath(unquote(parts.path))
@@ -143,15 +158,33 @@ def open_store(address: Address, namespace: bytes, page_bytes: int) -> Store:
         from tokenspeed.runtime.kv.file_store import FileStore
 
         return FileStore(address.location, namespace, page_bytes, address.limit)
+    if address.scheme == "mooncake":
+        from tokenspeed.runtime.kv.mooncake_store import MooncakeStore
+
+        return MooncakeStore(
+            address.location, namespace, page_bytes, address.timeout,
+            host=address.host, lent=address.limit, protocol=address.protocol,
+        )  # fmt: skip
     from tokenspeed.runtime.kv.redis_store import RedisStore
 
     return RedisStore(address.location, namespace, page_bytes, address.timeout)
 
 
-def _size(text: str) -> int:
+def _mooncake(parts: SplitResult, given: dict[str, str], timeout: float) -> Address:
+    if not parts.hostname or not parts.port or parts.path.strip("/") or parts.username is not None:
+        raise ValueError("a Mooncake master is written mooncake://HOST:PORT?host=NAME")
+    if not given.get("host"):
+        raise ValueError("add host=NAME, by which other servers reach this machine")
+    if (protocol := given.get("protocol", "tcp")) not in ("tcp", "rdma"):
+        raise ValueError(f"protocol is {protocol!r}: tcp or rdma")
+    lent = _size(given["memory"], "memory") if "memory" in given else 0
+    return Address("mooncake", parts.netloc, lent, timeout, given["host"], protocol)
+
+
+def _size(text: str, name: str = "limit") -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip(), re.IGNORECASE)
     if found is None or (size := int(float(found[1]) * _UNITS[(found[2] or "").upper()])) < 1:
-        raise ValueError(f"limit is {text!r}: give bytes with a unit, as in 100GiB")
+        raise ValueError(f"{name} is {text!r}: give bytes with a unit, as in 100GiB")
     return size
 
 
