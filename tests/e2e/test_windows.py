@@ -7,6 +7,7 @@ prefixes found on the device, on the host or in storage, not when requests wait 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ import pytest
 from tests.e2e.interleavings import expected, interleave, sessions, windowed_model
 from tests.e2e.test_kv_tiers import PAGE, address, cached, serve, settled, tokens
 from tests.e2e.tiny import VOCAB, tiny_model
-from tokenspeed import Engine
+from tokenspeed import Engine, SamplingParams
 from tokenspeed.runtime import cache_sizes
+from tokenspeed.runtime.async_llm import AsyncLLM
 from tokenspeed.runtime.build import find_artifact
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.executor import open_artifact
+from tokenspeed.runtime.metrics import Metrics
 
 WINDOW = 24
 OPTIONS: dict[str, Any] = {
@@ -98,6 +101,23 @@ def test_host_and_storage_give_back_what_the_window_shows(model: Path, want: lis
         restarted = serve(engine, prompts())
         assert tokens(restarted) == want and cached(restarted)[2] > 0
         assert settled(engine)["storage"]["hits"] > 40  # pages
+
+
+async def test_metrics_tell_of_the_pages_that_windows_see(model: Path) -> None:
+    metrics = Metrics("m")
+    llm = AsyncLLM(EngineConfig(str(model), **OPTIONS), metrics=metrics)
+    await llm.start()
+    try:
+        stream = await llm.submit([5] * 100, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        held = []
+        async for _ in stream:
+            lines = re.findall(r'tokenspeed:window_kv_pages\{[^}]*state="(\w+)"\} (\S+)', metrics.render().decode())
+            pages = {state: int(float(value)) for state, value in lines}
+            assert sum(pages.values()) == (await llm.control("stats"))["window_pages_total"]
+            held.append(pages["held"])
+    finally:
+        await llm.close()
+    assert len(held) > 2 and 0 < max(held) <= WINDOW // PAGE + 6  # what a chunk of 64 writes beside what it sees
 
 
 def test_memory_is_split_among_the_groups(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

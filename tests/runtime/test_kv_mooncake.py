@@ -184,7 +184,7 @@ def test_a_damaged_page_is_removed_and_can_be_written_again(opened: Callable[[by
     assert store.put([key(1)], [page(1)]) == [True] and store.get([key(1)]) == [page(1)]
 
 
-@pytest.mark.parametrize("master", ["shaped"], indirect=True)  # to fill the real one takes minutes
+@pytest.mark.parametrize("master", ["shaped"], indirect=True)  # the real one is not filled here
 def test_a_full_pool_fails_no_call(opened: Callable[[bytes], Store]) -> None:
     store = opened(NAMESPACE)
     many = POOL // (HEADER_BYTES + SIZE) + 4096
