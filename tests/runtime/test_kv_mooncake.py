@@ -39,6 +39,7 @@ class Shaped:
 
     objects: ClassVar[dict[str, bytes]] = {}  # the pool that all clients of a test share
     away = False  # the master
+    room = POOL
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -64,7 +65,7 @@ class Shaped:
             return -900
         if not self._owns(place, size):
             return -600
-        if name not in self.objects and sum(map(len, self.objects.values())) + size > POOL:
+        if name not in self.objects and sum(map(len, self.objects.values())) + size > self.room:
             return -200
         self.objects.setdefault(name, ctypes.string_at(place, size))
         return 0
@@ -185,9 +186,9 @@ def test_a_damaged_page_is_removed_and_can_be_written_again(opened: Callable[[by
 
 
 @pytest.mark.parametrize("master", ["shaped"], indirect=True)  # the real one is not filled here
-def test_a_full_pool_fails_no_call(opened: Callable[[bytes], Store]) -> None:
-    store = opened(NAMESPACE)
-    many = POOL // (HEADER_BYTES + SIZE) + 4096
+def test_a_full_pool_fails_no_call(opened: Callable[[bytes], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shaped, "room", 100 * (HEADER_BYTES + SIZE))
+    store, many = opened(NAMESPACE), 130
     kept = store.put([key(i) for i in range(many)], [page(i) for i in range(many)])
     assert kept[0] and not all(kept) and store.tally.failures > 0
     assert store.tally.written == sum(kept)
