@@ -88,25 +88,20 @@ class _Reader:
         return values
 
     def _string(self) -> str:
-        (length,) = self._unpack("Q")
-        raw = self._data[self._at : self._at + length]
-        if len(raw) != length:
-            raise struct.error
-        self._at += length
-        return raw.decode("utf-8")
+        return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
         """As many strings one after the other: a vocabulary and its merges are most of a header."""
         data, at, end, length_at = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
         out: list[str] = []
         for _ in range(count):
-            self._at = at
             start = at + 8
             at = start + length_at(data, at)[0]
+            self._at = start
             if at > end:
                 raise struct.error
+            self._at = at
             out.append(data[start:at].decode("utf-8"))
-        self._at = at
         return out
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
