@@ -19,7 +19,7 @@ import pytest
 from tokenspeed.runtime.errors import StartupError
 from tokenspeed.runtime.kv import mooncake_store
 from tokenspeed.runtime.kv.record import HEADER_BYTES, header
-from tokenspeed.runtime.kv.store import Store, check_address, open_store, parse_address
+from tokenspeed.runtime.kv.store import Store, open_store, parse_address
 
 NAMESPACE, OTHER = b"n" * 16, b"m" * 16
 SIZE = 512  # bytes of a page
@@ -233,21 +233,3 @@ def test_without_a_master_or_a_client_the_server_does_not_start(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(StartupError, match=r"tokenspeed\[mooncake\]"):
         open_store(parse_address(f"mooncake://{master}?host=127.0.0.1"), NAMESPACE, SIZE)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("mooncake://m:50051?host=a", None),
-        ("mooncake://m:50051?host=a&memory=16GiB&protocol=rdma&timeout=2", None),
-        ("mooncake://m?host=a", "HOST:PORT"),
-        ("mooncake://m:50051/0?host=a", "HOST:PORT"),
-        ("mooncake://m:50051", "add host=NAME"),
-        ("mooncake://m:50051?host=a&protocol=udp", "tcp or rdma"),
-        ("mooncake://m:50051?host=a&memory=much", "memory is 'much'"),
-        ("mooncake://m:50051?host=a&limit=1GiB", "takes host and memory and protocol and timeout, not limit"),
-    ],
-)
-def test_addresses(text: str, fault: str | None) -> None:
-    found = check_address(text)
-    assert found is None if fault is None else found is not None and fault in found

@@ -325,6 +325,14 @@ def test_redis_damaged_full_and_away(redis_url: str) -> None:
         ("redis://h?limit=1GiB", "takes timeout, not limit"),
         ("redis://h?timeout=-1", "timeout is '-1'"),
         ("redis://h?timeout=soon", "timeout is 'soon'"),
+        ("mooncake://m:50051?host=a", None),
+        ("mooncake://m:50051?host=a&memory=16GiB&protocol=rdma&timeout=2", None),
+        ("mooncake://m?host=a", "HOST:PORT"),
+        ("mooncake://m:50051/0?host=a", "HOST:PORT"),
+        ("mooncake://m:50051", "add host=NAME"),
+        ("mooncake://m:50051?host=a&protocol=udp", "tcp or rdma"),
+        ("mooncake://m:50051?host=a&memory=much", "memory is 'much'"),
+        ("mooncake://m:50051?host=a&limit=1GiB", "takes host and memory and protocol and timeout, not limit"),
     ],
 )
 def test_addresses(text: str, fault: str | None) -> None:
