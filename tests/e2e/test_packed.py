@@ -77,6 +77,15 @@ def test_other_weights_are_packed_anew(tmp_path: Path, packs: list[Any]) -> None
     assert answer(model, cache) == second and not packs
 
 
+def test_other_code_packs_anew(tmp_path: Path, packs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what lies before the packing: how weights are read and sliced."""
+    model, cache = tiny_model(tmp_path / "model"), tmp_path / "cache"
+    want = answer(model, cache)
+    monkeypatch.setattr(packed, "package_digest", lambda: "another version")
+    packs.clear()
+    assert answer(model, cache) == want and packs
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -17,7 +17,7 @@ from tokenspeed import Engine, SamplingParams
 from tokenspeed.compiler.artifact import is_artifact, load_artifact, semantic_key
 from tokenspeed.kernels.select import selection
 from tokenspeed.runtime import compiled as compiled_before
-from tokenspeed.runtime import compiling
+from tokenspeed.runtime import compiling, sources
 from tokenspeed.runtime.compiling import compile_for, compile_options, write_artifact
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.errors import StartupError
@@ -282,7 +282,7 @@ def test_what_was_compiled_before_is_found_without_compiling(tmp_path: Path, mon
         return compile_options(config, *args, **more)
 
     monkeypatch.setattr(compiling, "compile_options", counted)
-    monkeypatch.setattr(compiled_before, "_READ_WHOLE", 4096)
+    monkeypatch.setattr(sources, "_READ_WHOLE", 4096)
 
     def compiles(config: EngineConfig = config) -> bool:
         before = len(compiled)
@@ -305,7 +305,7 @@ def test_what_was_compiled_before_is_found_without_compiling(tmp_path: Path, mon
     assert compiles() and not compiles()
     monkeypatch.setenv("TOKENSPEED_KERNEL_OVERRIDE_GEMM_LINEAR", "reference")
     assert compiles() and not compiles()
-    monkeypatch.setattr(compiled_before, "_package", lambda: "another version")
+    monkeypatch.setattr(compiled_before, "package_digest", lambda: "another version")
     assert compiles() and not compiles()
     with selection(overrides={"norm/rms": "reference"}):
         assert compiles() and compiles()

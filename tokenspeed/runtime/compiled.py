@@ -9,8 +9,6 @@ chosen by the code around) there is no key, and the model is compiled.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -27,10 +25,9 @@ from tokenspeed.kernels.tuned import cached_path
 from tokenspeed.models import ARCHITECTURES
 from tokenspeed.runtime.config import EngineConfig
 from tokenspeed.runtime.gguf_metadata import find_embedded_model
+from tokenspeed.runtime.sources import file_state, package_digest
 
 FOLDER = "compiled"  # of the artifact cache: a file a key, which holds the artifact's name
-_PACKAGE = Path(__file__).parent.parent
-_READ_WHOLE = 1 << 20  # bytes: a configuration is compared by its text, weights by their size and time of change
 
 
 def key_of(config: EngineConfig, device: str) -> str | None:
@@ -43,12 +40,12 @@ def key_of(config: EngineConfig, device: str) -> str | None:
     kernels = sorted(f"{k.name}:{k.source_hash}:{int(k.priority)}" for k in default_registry())
     named = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("TOKENSPEED_"))
     try:
-        files = [*_files(config), *(_file(Path(t).expanduser()) for t in tables if t)]
+        files = [*_files(config), *(file_state(Path(t).expanduser()) for t in tables if t)]
     except OSError:
         return None
     options = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
     machine = [torch.__version__, target.name, *sorted(target.features)]
-    return digest(_package(), options, *files, *named, *kernels, *machine)
+    return digest(package_digest(), options, *files, *named, *kernels, *machine)
 
 
 def recall(cache: Path, key: str) -> Path | None:
@@ -74,24 +71,4 @@ def _files(config: EngineConfig) -> Iterator[str]:
     for name in filter(None, (config.model, config.config)):
         path = find_embedded_model() if name == "smollm2" else Path(name).expanduser()
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        yield from (_file(p) for p in inside if p.suffix in (".json", ".safetensors", ".gguf"))
-
-
-def _file(path: Path) -> str:
-    """A file's text, or its size and time of change where it is large."""
-    try:
-        stat = path.stat()
-        text = path.read_bytes().hex() if stat.st_size <= _READ_WHOLE else ""
-    except OSError:
-        return f"{path}: not there"
-    return f"{path.resolve()} {stat.st_size} {text or stat.st_mtime_ns}"
-
-
-@functools.cache
-def _package() -> str:
-    """A digest of this package's files, once a process."""
-    found = hashlib.sha256()
-    for path in sorted(p for p in _PACKAGE.rglob("*") if p.suffix in (".py", ".json")):
-        found.update(f"\n{path.relative_to(_PACKAGE)}\n".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        yield from (file_state(p) for p in inside if p.suffix in (".json", ".safetensors", ".gguf"))

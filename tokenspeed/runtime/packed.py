@@ -7,7 +7,6 @@ read, weights are packed as if it were not there.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -18,8 +17,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tokenspeed.compiler.artifact import digest
 from tokenspeed.kernels import packing
 from tokenspeed.runtime.checkpoint import Checkpoint
+from tokenspeed.runtime.sources import file_state, package_digest
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +79,6 @@ class PackedFile:
 def _identity(checkpoint: Checkpoint) -> str:
     """Empty for weights that no file holds."""
     from tokenspeed import _cpu
-    from tokenspeed.kernels import weights
 
     files = checkpoint.sources()
-    if not files:
-        return ""
-    h = hashlib.sha256(_cpu.source_hash().encode())
-    for module in (packing, weights):
-        h.update(Path(str(module.__file__)).read_bytes())
-    for path in files:
-        stat = path.stat()
-        h.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return h.hexdigest()
+    return digest(_cpu.source_hash(), package_digest(), *map(file_state, files)) if files else ""
